@@ -1,0 +1,1 @@
+"""What the seven tasks share: building kernels, running them without a GPU, checking, timing."""

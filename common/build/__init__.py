@@ -1,0 +1,41 @@
+"""Compiling the tasks' .cu files, and calling the launchers in them on torch tensors.
+
+toolchain  which compilers there are, which GPU, and what each can do
+builder    from sources to shared libraries in .build/
+library    from a shared library to ``kernels.launch("name", inp=tensor, n=3)``
+cli        ``python -m taskN.compile`` and ``python -m common.build``
+
+Importing this does not import torch, start a compiler or touch a GPU.
+"""
+
+from common.build.builder import build
+from common.build.cli import compile_main
+from common.build.library import (
+    FLOAT,
+    INT,
+    LONG,
+    STRIDES,
+    TENSOR,
+    KernelError,
+    Kernels,
+    Strides,
+    dtype_code,
+    using,
+)
+from common.build.toolchain import BuildError
+
+__all__ = [
+    "FLOAT",
+    "INT",
+    "LONG",
+    "STRIDES",
+    "TENSOR",
+    "BuildError",
+    "KernelError",
+    "Kernels",
+    "Strides",
+    "build",
+    "compile_main",
+    "dtype_code",
+    "using",
+]

@@ -1,0 +1,445 @@
+"""From .cu files to shared libraries in ``.build/``, built once and shared by every process of this checkout.
+
+A library's file name carries the hash of everything that it is made from: its sources with all the
+headers of this repository that they include, the flags, the compilers. So "is it up to date" is "is the
+file there". Each build works in a folder of its own and a library appears under its name by an atomic
+rename: a build that is killed leaves only a folder that nobody looks at, and two builds at once make the
+same file twice. There is no lock. ninja runs the compilers, as many at once as there are cores.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from common.build import toolchain
+from common.build.toolchain import BuildError
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / ".build"
+INCLUDE = ROOT / "common/include"
+
+# In a command: the library, the object file, and the folder of rewritten sources, in this build's own folder.
+OUT, OBJECT, TREE = "{work}.out", "{work}.o", "{work}.tree"
+
+# What stays in .build/ of one source for one device: the last builds, so that going back costs nothing,
+# and all that were used in the last minutes, because somebody may be about to load one.
+KEEP = 12
+YOUNG = 600
+STALE = 24 * 3600  # seconds after which the working folder of a killed build is removed
+
+CPP_FLAGS = ("-std=c++17", "-fPIC", "-pthread")
+NVCC_FLAGS = (
+    "-shared", "-O3", "-std=c++17", "-lineinfo",  # lineinfo: profilers and compute-sanitizer show the line
+    "-Xcompiler", "-fPIC",
+    "-Xlinker", "-Bsymbolic",  # a launcher finds this library's kernels and runtime, not a namesake of torch's
+    "-Xptxas", "-v",  # registers, shared memory and spills, shown by --verbose
+)  # fmt: skip
+
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)[>"]', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One library to be: from what, by which command, under which name."""
+
+    source: Path
+    device: str  # "cpu" or "cuda"
+    built_for: str  # "the CPU", "the CPU, checked", "sm_90a"
+    compiler: str
+    commands: tuple[
+        tuple[str, ...], ...
+    ]  # one after the other, with {work} for this build's folder
+    path: Path
+    files: tuple[Path, ...]  # the source and its headers
+    needs: tuple["Target", ...] = ()
+
+    @property
+    def log(self) -> Path:
+        """What the compiler said."""
+        return self.path.with_suffix(".log")
+
+
+@dataclass(frozen=True)
+class Built:
+    """What became of a target: ``seconds`` is None if it was up to date, ``said`` the compiler's words."""
+
+    target: Target
+    seconds: float | None
+    said: str
+
+
+def build(
+    sources: Sequence[Path],
+    device: str = "cpu",
+    *,
+    check: bool = False,
+    arch: str | None = None,
+    verbose: bool = False,
+) -> list[Path]:
+    """Build what is not there yet and return the libraries, one for each source.
+
+    Args:
+        sources: .cu files.
+        device: ``"cpu"`` (through common.cuda_on_cpu) or ``"cuda"``.
+        check: for the CPU: the build that finds races and accesses out of bounds.
+        arch: for CUDA: ``"sm_90a"``; default: this machine's GPU.
+        verbose: print the commands.
+
+    Raises:
+        BuildError: something does not compile (the compiler's own words), or there is nothing to compile with.
+    """
+    targets = [plan(source, device, check=check, arch=arch) for source in sources]
+    make(targets, verbose=verbose)
+    return [target.path for target in targets]
+
+
+# ---- what to build
+
+
+def plan(
+    source: Path, device: str, *, check: bool = False, arch: str | None = None, here: bool = False
+) -> Target:
+    """The target for one source. Runs no compiler, except to ask its version.
+
+    ``here``: what is built for ``arch`` is going to run here, so the driver has to suit too.
+    """
+    source = Path(source).resolve()
+    if not source.is_file():
+        raise BuildError(f"there is no {display(source)}")
+    if device == "cuda":
+        return _plan_cuda(source, arch, here)
+    if device == "cpu":
+        return _plan_cpu(source, check)
+    raise ValueError(f"device must be 'cpu' or 'cuda'; got {device!r}")
+
+
+def _plan_cuda(source: Path, arch: str | None, here: bool) -> Target:
+    gpu = toolchain.find_gpu() if arch is None or here else None
+    if arch is None:
+        if gpu is None:
+            raise BuildError(
+                "no NVIDIA GPU found to build for. Name one with --arch (such as sm_90a), or use --device cpu."
+            )
+        arch = gpu.arch
+    arch = toolchain.normal_arch(arch)
+    host = toolchain.cpp_compiler()
+    nvcc = toolchain.nvcc_for(arch, gpu.driver_cuda if gpu else None)
+    number = arch.removeprefix("sm_")
+    flags = (
+        *NVCC_FLAGS, *nvcc.flags, "-ccbin", host.path,
+        "-gencode", f"arch=compute_{number},code=sm_{number}", *_include_flags(source),
+    )  # fmt: skip
+    commands = ((nvcc.path, *flags, display(source), "-o", OUT),)
+    files = closure(source, (INCLUDE,))
+    digest = _digest(files, [*sum(commands, ()), nvcc.release, str(host), toolchain.machine()])
+    return Target(source, "cuda", arch, str(nvcc), commands, _library(source, arch, digest), files)
+
+
+def _plan_cpu(source: Path, check: bool) -> Target:
+    from common import cuda_on_cpu
+
+    compiler = toolchain.cpp_compiler()
+    runtime = cpu_runtime()
+    flags = _for_kind(cuda_on_cpu.CHECK_FLAGS if check else cuda_on_cpu.FAST_FLAGS, compiler.kind)
+    files = closure(source, (INCLUDE,))
+    layer = display(Path(cuda_on_cpu.INCLUDE))
+    # Headers are rewritten like the source, so the compiler gets copies; messages still name the originals.
+    includes = [f"-I{TREE}/{_mirror(folder)}" for folder in (source.parent, INCLUDE)]
+    commands = (
+        (
+            compiler.path, *CPP_FLAGS, *flags, *_own_symbols(compiler.kind), *includes, f"-I{layer}",
+            "-c", f"{TREE}/{_mirror(source)}.cpp", "-o", OBJECT,
+        ),
+        # Linked apart, because with -fsanitize=thread the compiler would link the sanitizer's own library.
+        (compiler.path, "-shared", OBJECT, display(runtime.path), *_link_flags(), "-o", OUT),
+    )  # fmt: skip
+    digest = _digest(files, [*sum(commands, ()), str(compiler), _layer_digest()])
+    built_for, tag = ("the CPU, checked", "cpu-check") if check else ("the CPU", "cpu")
+    path = _library(source, tag, digest)
+    return Target(source, "cpu", built_for, str(compiler), commands, path, files, needs=(runtime,))
+
+
+@cache
+def cpu_runtime() -> Target:
+    """The library that runs the blocks and threads of every CPU kernel."""
+    from common import cuda_on_cpu
+
+    compiler = toolchain.cpp_compiler()
+    sources = tuple(map(Path, cuda_on_cpu.RUNTIME_SOURCES))
+    flags = _for_kind(cuda_on_cpu.RUNTIME_FLAGS, compiler.kind)
+    # All sources as one: their common headers are read once, which takes a third of the time.
+    includes = [word for source in sources for word in ("-include", display(source))]
+    command = (
+        compiler.path, *CPP_FLAGS, "-shared", *flags, f"-I{display(Path(cuda_on_cpu.INCLUDE))}",
+        *includes, "-x", "c++", os.devnull, "-o", OUT,
+    )  # fmt: skip
+    digest = _digest(sources, [*command, str(compiler), _layer_digest()])
+    path = BUILD / f"libcuda_on_cpu.{digest}{_suffix()}"
+    # The name by which the kernels' libraries ask for it; where they look is in _link_flags.
+    if sys.platform == "darwin":
+        command += ("-install_name", f"@rpath/{path.name}")
+    else:
+        command += (f"-Wl,-soname,{path.name}",)
+    folder = sources[0].parent
+    return Target(folder, "cpu", "the CPU", str(compiler), (command,), path, sources)
+
+
+def closure(source: Path, folders: Iterable[Path]) -> tuple[Path, ...]:
+    """``source`` and every header that it includes, directly or not, from its own folder or ``folders``."""
+    found: dict[Path, None] = {}
+    todo = [source]
+    while todo:
+        file = todo.pop()
+        if file in found:
+            continue
+        found[file] = None
+        for name in _INCLUDE.findall(_text(file)):
+            headers = (
+                (folder / name).resolve() for folder in (file.parent, source.parent, *folders)
+            )
+            todo += list(filter(Path.is_file, headers))[:1]
+    return tuple(found)
+
+
+def display(path: Path) -> str:
+    """The path as a student types it: from the checkout's root, where the compilers are run."""
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def _include_flags(source: Path) -> tuple[str, ...]:
+    return (f"-I{display(source.parent)}", f"-I{display(INCLUDE)}")
+
+
+def _mirror(path: Path) -> str:
+    """Where a file's rewritten copy stands, below the tree."""
+    return display(path).lstrip("/") or "."
+
+
+def _library(source: Path, tag: str, digest: str) -> Path:
+    inside = source.is_relative_to(ROOT)  # others are tests' and experiments'
+    stem = display(source.with_suffix("")).replace("/", "-") if inside else f"outside-{source.stem}"
+    return BUILD / f"{stem}.{tag}.{digest}{_suffix()}"
+
+
+def _suffix() -> str:
+    return ".dylib" if sys.platform == "darwin" else ".so"
+
+
+def _link_flags() -> tuple[str, ...]:
+    if sys.platform == "darwin":
+        return ("-Wl,-rpath,@loader_path",)
+    # $ORIGIN: the runtime stands beside the library that needs it, wherever the checkout is moved.
+    return ("-Wl,-rpath,$ORIGIN", "-Wl,-Bsymbolic")
+
+
+def _own_symbols(kind: str) -> tuple[str, ...]:
+    """g++ makes the statics of templates unique in the process, even between two builds of one kernel."""
+    return ("-fno-gnu-unique",) if kind == "gcc" and sys.platform != "darwin" else ()
+
+
+def _for_kind(flags: Sequence[str] | dict[str, Sequence[str]], kind: str) -> Sequence[str]:
+    return flags[kind] if isinstance(flags, dict) else flags
+
+
+def _digest(files: Iterable[Path], words: Iterable[str]) -> str:
+    state = hashlib.sha256()
+    for file in files:
+        state.update(f"{display(file)}\0{_text(file)}\0".encode())
+    for word in words:
+        state.update(f"{word}\0".encode())
+    return state.hexdigest()[:16]
+
+
+@cache
+def _layer_digest() -> str:
+    """The CPU layer itself: its headers, its runtime, and the program that rewrites sources for it."""
+    folder = ROOT / "common/cuda_on_cpu"
+    files = {p for p in folder.rglob("*") if p.suffix in (".py", ".h", ".cuh", ".hpp", ".cpp")}
+    return _digest(sorted(files), [toolchain.machine()])
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="surrogateescape")
+
+
+# ---- building it
+
+
+def make(targets: Sequence[Target], *, verbose: bool = False) -> list[Built]:
+    """Build the targets that are not there, with what they need, and say what became of each.
+
+    Raises:
+        BuildError: at least one did not compile. The others are there all the same.
+    """
+    wanted = list(dict.fromkeys(t for target in targets for t in (*target.needs, target)))
+    missing = [target for target in wanted if not target.path.exists()]
+    for target in wanted:
+        if target not in missing:
+            _touch(target)
+    seconds = _run(missing, verbose) if missing else {}
+    return [Built(t, seconds.get(t), t.log.read_text() if t.log.exists() else "") for t in wanted]
+
+
+def _run(missing: Sequence[Target], verbose: bool) -> dict[Target, float]:
+    ninja = toolchain.find_ninja()
+    try:
+        BUILD.mkdir(exist_ok=True)
+        _tidy()
+        folder = tempfile.TemporaryDirectory(prefix="work-", dir=BUILD)
+    except OSError as error:
+        raise BuildError(f"cannot build in {BUILD}: {error.strerror}") from None
+    with folder:
+        work = Path(folder.name)
+        places = {t: str(work / str(i)) for i, t in enumerate(missing)}
+        for target, place in places.items():
+            _rewrite(target, place)
+        lines = {t: _lines(t, place) for t, place in places.items()}
+        (work / "build.ninja").write_text(_ninja_file(lines, places), encoding="utf-8")
+        if verbose:
+            print("\n".join(sum(lines.values(), [])), flush=True)
+        # -k 0: a kernel that does not compile does not keep the others from being built.
+        done = subprocess.run(
+            [ninja, "--quiet", "-k", "0", "-f", str(work / "build.ninja")],
+            cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        if done.returncode:
+            said = [_words(place) for t, place in places.items() if not t.path.exists()]
+            said = "\n".join(filter(None, said)) or f"the build stopped:\n{done.stdout.strip()}"
+            raise BuildError(said)
+        times = _times(work)
+    for target in missing:
+        _prune(target)
+    return {t: times.get(str(t.path), 0.0) for t in missing}
+
+
+def _rewrite(target: Target, place: str) -> None:
+    """For the CPU: put the rewritten source and headers where the command expects them."""
+    tree = Path(TREE.format(work=place))
+    if not any(TREE in word for command in target.commands for word in command):
+        return
+    from common.cuda_on_cpu import rewrite
+
+    for file in target.files:
+        copy = tree / (_mirror(file) + (".cpp" if file == target.source else ""))
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            text = rewrite(_text(file), display(file))
+        except (ValueError, SyntaxError) as error:
+            raise BuildError(str(error)) from None
+        copy.write_text(text, encoding="utf-8", errors="surrogateescape")
+
+
+def _lines(target: Target, place: str) -> list[str]:
+    return [
+        shlex.join(word.replace("{work}", place) for word in command) for command in target.commands
+    ]
+
+
+def _ninja_file(lines: dict[Target, list[str]], places: dict[Target, str]) -> str:
+    work = str(Path(next(iter(places.values()))).parent)
+    text = [
+        f"builddir = {_escape(work)}",
+        "rule compile",
+        "  command = $line",
+        "  description = $out",
+    ]
+    for target, place in places.items():
+        log, log_to, out, out_to = (
+            shlex.quote(str(p))
+            for p in (f"{place}.log", target.log, OUT.format(work=place), target.path)
+        )
+        line = f"{{ {' && '.join(lines[target])}; }} > {log} 2>&1 && mv -f {log} {log_to} && mv -f {out} {out_to}"
+        needs = " ".join(_escape(str(t.path)) for t in target.needs if t in places)
+        text.append(
+            f"build {_escape(str(target.path))}: compile" + (f" || {needs}" if needs else "")
+        )
+        text.append("  line = " + line.replace("$", "$$"))
+    return "\n".join(text) + "\n"
+
+
+def _escape(path: str) -> str:
+    return re.sub(r"([$ :])", r"$\1", path)
+
+
+def _times(work: Path) -> dict[str, float]:
+    """Seconds that each library took, from ninja's own log: start and end in ms, mtime, output, hash."""
+    lines = (work / ".ninja_log").read_text().splitlines()
+    rows = [line.split("\t") for line in lines if not line.startswith("#")]
+    return {row[3]: (int(row[1]) - int(row[0])) / 1000 for row in rows if len(row) == 5}
+
+
+def _words(place: str) -> str:
+    log = Path(f"{place}.log")
+    return readable(log.read_text(errors="replace")) if log.exists() else ""
+
+
+def readable(said: str) -> str:
+    """A compiler's output without the lines that are about resources.
+
+    g++ shows the student's line but counts columns in the rewritten one: where they differ, its marks
+    below the line would point past the end, and are left out.
+    """
+    lines: list[str] = []
+    shown = 0  # length of the source line last shown
+    for line in said.splitlines():
+        if _RESOURCES.match(line):
+            continue
+        if match := _MARKS.fullmatch(line):
+            if len(line.rstrip()) > shown and match["marks"].strip():
+                continue
+        elif _QUOTED.match(line):
+            shown = len(line)
+        lines.append(line)
+    return "\n".join(lines).strip("\n")
+
+
+_RESOURCES = re.compile(r"ptxas info|\s+\d+ bytes stack frame")
+_QUOTED = re.compile(r"\s*\d+ \| ")
+_MARKS = re.compile(r"\s+\| (?P<marks>[ ~^|\w:()<>*&]*)")
+
+
+# ---- keeping .build/ small
+
+
+def _touch(target: Target) -> None:
+    """Mark as used, so that it is not pruned. A read-only checkout is no reason to fail."""
+    with contextlib.suppress(OSError):
+        os.utime(target.path)
+
+
+def _prune(target: Target) -> None:
+    """Remove all but the last used builds of one source for one device. Libraries in use stay mapped."""
+    stem = target.path.name.removesuffix(target.path.suffix).rpartition(".")[0]
+    same = re.compile(re.escape(stem) + r"\.[0-9a-f]{16}" + re.escape(target.path.suffix))
+    builds = sorted((p for p in BUILD.iterdir() if same.fullmatch(p.name)), key=_age)
+    for path in builds[KEEP:]:
+        if _age(path) > YOUNG:
+            path.unlink(missing_ok=True)
+            path.with_suffix(".log").unlink(missing_ok=True)
+
+
+def _tidy() -> None:
+    """Remove the working folders of builds that were killed."""
+    for path in BUILD.glob("work-*"):
+        if _age(path) > STALE:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _age(path: Path) -> float:
+    """Seconds since the last use; 0 if another process has just removed it."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0

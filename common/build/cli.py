@@ -1,0 +1,115 @@
+"""``python -m taskN.compile`` and ``python -m common.build``."""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.build import builder, toolchain
+from common.build.builder import Built, Target
+from common.build.toolchain import BuildError
+
+
+def compile_main(file: str, *sources: str) -> None:
+    """All that a task's compile.py does: read the command line, build, report, exit 0 or 1.
+
+    Args:
+        file: the calling module's ``__file__``.
+        sources: the .cu files beside it.
+    """
+    folder = Path(file).resolve().parent
+    sys.exit(_main([folder / source for source in sources], f"python -m {folder.name}.compile"))
+
+
+def main() -> int:
+    """Build every kernel of every task; the exit status."""
+    return _main(sorted(builder.ROOT.glob("task*/**/*.cu")), "python -m common.build")
+
+
+def _main(sources: Sequence[Path], program: str) -> int:
+    parser = argparse.ArgumentParser(prog=program, description="Compile the CUDA kernels.")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU"
+    )
+    parser.add_argument(
+        "--arch",
+        nargs="+",
+        metavar="SM",
+        help="GPU architectures, such as sm_80 sm_90a; implies --device cuda",
+    )
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="show commands, and registers, shared memory and spills of each kernel",
+    )
+    options = parser.parse_args()
+    if options.arch and options.device == "cpu":
+        parser.error("--arch is for --device cuda")
+    try:
+        device = options.device or ("cuda" if options.arch or toolchain.find_gpu() else "cpu")
+        targets = [
+            builder.plan(s, device, arch=a) for a in options.arch or (None,) for s in sources
+        ]
+        for built in builder.make(targets, verbose=options.verbose):
+            if built.seconds is not None or options.verbose or built.target in targets:
+                _report(built, options.verbose)
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _report(built: Built, verbose: bool) -> None:
+    target = built.target
+    print(f"{builder.display(target.source)}: {_how(target)}, {_when(built.seconds)}")
+    if (built.seconds is not None or verbose) and (warnings := builder.readable(built.said)):
+        print(warnings)
+    if verbose and target.device == "cuda":
+        for line in resources(built.said):
+            print(f"  {line}")
+
+
+def _how(target: Target) -> str:
+    device = target.built_for
+    gpu = toolchain.find_gpu() if target.device == "cuda" else None
+    if gpu and gpu.arch == device:
+        device = f"{gpu.name} ({device})"
+    return f"for {device} by {target.compiler}"
+
+
+def _when(seconds: float | None) -> str:
+    return "up to date" if seconds is None else f"built in {seconds:.1f} s"
+
+
+def resources(said: str) -> list[str]:
+    """One line a kernel from what ptxas says: name, registers, shared memory, spills."""
+    lines, name, spills = [], "?", ""
+    for line in said.splitlines():
+        if match := re.search(r"Compiling entry function '(\S+)'", line):
+            name = match[1]
+        elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            spills = (
+                f"spills {match[1]} B stored, {match[2]} B loaded"
+                if match[1] + match[2] != "00"
+                else "no spills"
+            )
+        elif match := re.search(r"Used (\d+) registers", line):
+            shared = re.search(r"(\d+) bytes smem", line)
+            lines.append(
+                f"{name}: {match[1]} registers, {shared[1] if shared else 0} B static shared memory, {spills}"
+            )
+    return _demangled(lines)
+
+
+def _demangled(lines: list[str]) -> list[str]:
+    if not lines or not shutil.which("c++filt"):
+        return lines
+    text = subprocess.run(
+        ["c++filt"], input="\n".join(lines), capture_output=True, text=True
+    ).stdout
+    return text.splitlines() or lines

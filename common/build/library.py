@@ -1,0 +1,340 @@
+"""Calling the launchers of a .cu file on torch tensors.
+
+    _kernels = Kernels(__file__, "attention_kernel.cu", batched_softmax=(TENSOR, TENSOR, LONG, LONG))
+    _kernels.launch("batched_softmax", inp=x, out=y, rows=n, columns=m)
+
+Nothing is built, loaded or asked of a GPU before the first launch. What a file says is looked at once a
+process, at its first launch on a device: to run an edited kernel, start a new process (a new ``python
+-m taskN.test``, or the notebook's kernel again).
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.build import builder, signature, toolchain
+from common.build.signature import FLOAT, INT, LONG, STRIDES, TENSOR, Strides
+
+__all__ = [
+    "FLOAT", "INT", "LONG", "STRIDES", "TENSOR", "KernelError", "Kernels", "Strides", "dtype_code", "using",
+]  # fmt: skip
+
+ORDERS = ("forward", "reverse", "random")
+
+
+class KernelError(RuntimeError):
+    """A launcher returned an error: CUDA's own name and text for it, or what the CPU layer found wrong."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How launches on the CPU run. See ``using``."""
+
+    check: bool = False
+    order: str = "forward"
+    seed: int = 0
+    eager_copies: bool = False
+    threads: int | None = None
+
+
+_settings = Settings()
+
+
+@contextmanager
+def using(
+    check: bool = False,
+    order: str = "forward",
+    seed: int = 0,
+    eager_copies: bool = False,
+    threads: int | None = None,
+) -> Iterator[None]:
+    """How launches on the CPU inside this context run. Those on a GPU are not affected.
+
+    Args:
+        check: use the build that finds races, uninitialised and out-of-bounds accesses (slower).
+        order: of the threads of a block between two barriers: "forward", "reverse" or "random".
+        seed: of the random order.
+        eager_copies: cp.async data lands at once; otherwise as late as the kernel's waits allow.
+        threads: OS threads that blocks are spread over; None: one a core.
+
+    Raises:
+        ValueError: ``order`` is none of the three.
+    """
+    global _settings
+    if order not in ORDERS:
+        raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
+    before, _settings = _settings, Settings(check, order, seed, eager_copies, threads)
+    try:
+        yield
+    finally:
+        _settings = before
+
+
+@functools.cache
+def dtype_code(dtype) -> int:
+    """The number by which a launcher knows a dtype: float32 0, float16 1, bfloat16 2.
+
+    Raises:
+        ValueError: the kernels do not take this dtype.
+    """
+    codes = {"torch.float32": 0, "torch.float16": 1, "torch.bfloat16": 2}
+    try:
+        return codes[str(dtype)]
+    except KeyError:
+        raise ValueError(
+            f"kernels take float32, float16 and bfloat16 tensors; got {dtype}"
+        ) from None
+
+
+class Kernels:
+    """The launchers of one .cu file.
+
+    Args:
+        file: the calling module's ``__file__``; the source is looked for beside it.
+        source: file name of the .cu.
+        launchers: for each ``extern "C" cudaError_t name(..., cudaStream_t stream)`` its argument types
+            without the stream: TENSOR, INT, LONG, FLOAT or STRIDES.
+    """
+
+    def __init__(self, file: str, source: str, **launchers: tuple[type, ...]) -> None:
+        self.source = Path(file).resolve().parent / source
+        self._launchers = launchers
+        # (launcher, torch.device, check build) -> the function that does the call
+        self._calls: dict[tuple[str, Any, bool], Callable[[dict[str, Any]], None]] = {}
+
+    def launch(self, name: str, /, **arguments: Any) -> None:
+        """Run a launcher on the device of its tensors, on torch's current stream.
+
+        Args:
+            name: one of the launchers.
+            arguments: by the names that they have in the .cu: tensors (or None) for TENSOR, whole
+                numbers for INT and LONG, numbers for FLOAT, ``Strides.of(view)`` for STRIDES.
+
+        Raises:
+            TypeError: an argument is missing, not known, or not of its type.
+            ValueError: the tensors are not all on one device, or on one that has no kernels.
+            BuildError: the .cu does not compile.
+            KernelError: the launcher returned an error.
+        """
+        for value in arguments.values():
+            try:
+                device = value.device
+                break
+            except AttributeError:  # None, a number, Strides
+                continue
+        else:
+            raise TypeError(
+                f"{name}: none of the arguments is a tensor; got {', '.join(arguments) or 'none'}"
+            )
+        key = (name, device, _settings.check)
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = self._prepare(*key)
+        call(arguments)
+
+    def _prepare(self, name: str, device: Any, check: bool) -> Callable[[dict[str, Any]], None]:
+        if name not in self._launchers:
+            raise TypeError(
+                f"{self.source.name} has no launcher {name!r}; it has {', '.join(self._launchers)}"
+            )
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{name}: kernels run on cpu and cuda tensors; got one on {device}")
+        types = self._launchers[name]
+        if device.type == "cuda":
+            path = _library_for_gpu(self.source, device.index)
+        else:
+            path = builder.build([self.source], "cpu", check=check)[0]
+        names = signature.check(self.source, name, types)
+        function = getattr(_load(path), name)
+        function.argtypes = [*types, ctypes.c_void_p]  # the stream
+        function.restype = ctypes.c_int
+        convert = _converter(name, names, types, device)
+        if device.type == "cuda":
+            return _cuda_call(name, function, convert, device.index)
+        return _cpu_call(name, function, convert, types, check)
+
+
+def _converter(
+    name: str, names: tuple[str, ...] | None, types: tuple[type, ...], device: Any
+) -> Callable[[dict[str, Any]], list[Any]]:
+    """What turns keywords into the values that ctypes takes, and refuses what does not fit."""
+    tensors = tuple(i for i, t in enumerate(types) if t is TENSOR)
+    ints = tuple(i for i, t in enumerate(types) if t is INT)
+
+    def convert(arguments: dict[str, Any]) -> list[Any]:
+        if names is not None and tuple(arguments) != names:
+            arguments = _in_order(name, names, arguments)
+        values = list(arguments.values())
+        if len(values) != len(types):
+            raise TypeError(
+                f"{name} takes {len(types)} arguments; got {len(values)}: {', '.join(arguments)}"
+            )
+        try:
+            for i in tensors:
+                value = values[i]
+                if value is not None:
+                    if value.device != device:
+                        raise ValueError(_devices_differ(name, arguments))
+                    values[i] = value.data_ptr()
+            for i in ints:
+                if not -0x80000000 <= values[i] < 0x80000000:
+                    raise ValueError(
+                        f"{name}: {list(arguments)[i]} must fit 32 bits; got {values[i]}"
+                    )
+        except (AttributeError, TypeError):
+            raise TypeError(_wrong_type(name, arguments, types)) from None
+        return values
+
+    return convert
+
+
+def _in_order(name: str, names: tuple[str, ...], arguments: dict[str, Any]) -> dict[str, Any]:
+    missing = [n for n in names if n not in arguments]
+    unknown = [n for n in arguments if n not in names]
+    problems = [f"missing {', '.join(missing)}"] * bool(missing) + [
+        f"not known {', '.join(unknown)}"
+    ] * bool(unknown)
+    if problems:
+        raise TypeError(f"{name}: {'; '.join(problems)}. It takes {', '.join(names)}")
+    return {n: arguments[n] for n in names}
+
+
+def _devices_differ(name: str, arguments: dict[str, Any]) -> str:
+    devices = ", ".join(f"{n} on {v.device}" for n, v in arguments.items() if hasattr(v, "device"))
+    return f"{name}: all tensors must be on one device; got {devices}"
+
+
+def _wrong_type(name: str, arguments: dict[str, Any], types: tuple[type, ...]) -> str:
+    for (keyword, value), wanted in zip(arguments.items(), types, strict=True):
+        fits = {
+            TENSOR: value is None or hasattr(value, "data_ptr"),
+            INT: isinstance(value, int),
+            LONG: isinstance(value, int),
+            FLOAT: isinstance(value, (int, float)),
+            STRIDES: isinstance(value, Strides),
+        }
+        if not fits[wanted]:
+            return f"{name}: {keyword} must be {signature.NAMES[wanted]}; got {type(value).__name__} {value!r}"
+    return f"{name}: an argument has a wrong type"
+
+
+# ---- on a GPU
+
+
+def _cuda_call(
+    name: str, function: Any, convert: Callable, index: int
+) -> Callable[[dict[str, Any]], None]:
+    import torch
+
+    current_device = torch.cuda.current_device
+    current_stream = (
+        torch._C._cuda_getCurrentRawStream
+    )  # torch.cuda.current_stream() builds an object: 3 us
+
+    def call(arguments: dict[str, Any]) -> None:
+        values = convert(arguments)
+        try:
+            if current_device() == index:
+                status = function(*values, current_stream(index))
+            else:
+                with torch.cuda.device(index):
+                    status = function(*values, current_stream(index))
+        except ctypes.ArgumentError:
+            raise TypeError(_wrong_type(name, arguments, function.argtypes[:-1])) from None
+        if status:
+            raise KernelError(f"{name}: {_cuda_error(status)}")
+
+    return call
+
+
+@functools.cache
+def _library_for_gpu(source: Path, index: int) -> Path:
+    import torch
+
+    arch = toolchain.arch_of(torch.cuda.get_device_capability(index))
+    return builder.make([builder.plan(source, "cuda", arch=arch, here=True)])[-1].target.path
+
+
+def _cuda_error(status: int) -> str:
+    """``cudaErrorInvalidValue (1): invalid argument``."""
+    import torch
+
+    text = torch.cuda.cudart().cudaGetErrorString(torch.cuda.cudart().cudaError(status))
+    try:  # the name is not among what torch exposes; the library that it has loaded knows it
+        cudart = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+        cudart.cudaGetErrorName.restype = ctypes.c_char_p
+        return f"{cudart.cudaGetErrorName(status).decode()} ({status}): {text}"
+    except (OSError, AttributeError):
+        return f"CUDA error {status}: {text}"
+
+
+# ---- on the CPU
+
+
+def _cpu_call(
+    name: str, function: Any, convert: Callable, types: tuple[type, ...], checked: bool
+) -> Callable[[dict[str, Any]], None]:
+    runtime = _runtime()
+
+    def call(arguments: dict[str, Any]) -> None:
+        values = convert(arguments)
+        _configure(runtime, _settings)
+        if checked:
+            runtime.clear_registered()
+            for keyword, value in arguments.items():
+                if hasattr(value, "data_ptr"):
+                    runtime.register(keyword, value.data_ptr(), _extent(value))
+        try:
+            status = function(*values, None)
+        except ctypes.ArgumentError:
+            raise TypeError(_wrong_type(name, arguments, types)) from None
+        finally:
+            if checked:
+                runtime.clear_registered()
+        # Asked even after a 0: a launcher that forgets cudaGetLastError() does not hide what went wrong.
+        message = runtime.take_error()
+        if message or status:
+            raise KernelError(message or f"{name} returned cudaError_t {status}")
+
+    return call
+
+
+@functools.cache
+def _runtime():
+    from common.cuda_on_cpu import Runtime
+
+    target = builder.cpu_runtime()
+    builder.make([target])
+    return Runtime(target.path)
+
+
+_configured: Settings | None = None
+
+
+def _configure(runtime: Any, settings: Settings) -> None:
+    global _configured
+    if settings != _configured:
+        runtime.configure(
+            order=settings.order,
+            seed=settings.seed,
+            eager_copies=settings.eager_copies,
+            threads=settings.threads or 0,  # 0: one a core; None would leave it as it was
+        )
+        _configured = settings
+
+
+def _extent(tensor: Any) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+@functools.cache
+def _load(path: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(path))

@@ -1,0 +1,67 @@
+"""What attention should give: the truth in float64, and PyTorch's own answer in the dtype of a case.
+
+Both take ``q (batch, q_len, heads, head_dim)``, ``k, v (batch, kv_len, kv_heads, head_dim)`` and return
+``(batch, q_len, heads, head_dim)``. Row i of sequence b sees the keys ``leftpad_k[b] <= j < seqlens_k[b]``, and if
+causal ``j <= i + seqlens_k[b] - q_len``. A row that sees no key is 0.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def visible_keys(
+    q: Tensor,
+    k: Tensor,
+    causal: bool = False,
+    seqlens_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+) -> Tensor:
+    """Bool ``(batch, 1, q_len, kv_len)``: True where a query sees a key."""
+    batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
+    end = torch.full((batch,), kv_len, device=q.device) if seqlens_k is None else seqlens_k
+    start = torch.zeros_like(end) if leftpad_k is None else leftpad_k
+    start, end = start.view(batch, 1, 1), end.view(batch, 1, 1)
+    i = torch.arange(q_len, device=q.device).view(1, q_len, 1)
+    j = torch.arange(kv_len, device=q.device).view(1, 1, kv_len)
+    seen = (j >= start) & (j < end)
+    if causal:
+        seen = seen & (j <= i + end - q_len)
+    return seen.unsqueeze(1).expand(batch, 1, q_len, kv_len)
+
+
+def attention_float64(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **visible: Any
+) -> Tensor:
+    """softmax(scale q k^T) v in float64, by the definition. ``visible``: :func:`visible_keys`'s arguments."""
+    seen = visible_keys(q, k, **visible)
+    q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    p = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return (p @ v).transpose(1, 2)
+
+
+def attention_pytorch(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **visible: Any
+) -> Tensor:
+    """The same by ``scaled_dot_product_attention``, in q's dtype."""
+    seen = visible_keys(q, k, **visible)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.nan_to_num(0.0).transpose(1, 2)
+
+
+def all_alike(outputs: dict[str, Tensor]) -> None:
+    """A check for :func:`common.check.measure`: nothing that gave another result is timed.
+
+    It only catches gross mistakes of the measurement; how near is near enough is what the checks decide.
+    """
+    ours, *others = outputs.values()
+    for other in others:
+        torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,161 @@
+"""What a failed case says to the person who reads it."""
+
+import linecache
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from common.check.compare import CheckFailed
+from common.check.memory import NotEnoughMemory, free_memory, gib
+from common.check.suite import ROOT, Item
+
+
+@dataclass(frozen=True)
+class Failure:
+    """``kind``: "wrong", "not written", "build", "kernel", "memory" or "bug"; ``text`` is complete."""
+
+    kind: str
+    text: str
+
+
+def failure_of(error: Exception, item: Item, seed: int, *, rerun: bool = True) -> Failure:
+    """Explain the exception that ``item.run(seed)`` raised."""
+    if sentence := _not_written(error, item):
+        return Failure("not written", sentence)
+    build_error, kernel_error = _build_errors()
+    if isinstance(error, build_error):
+        return Failure("build", str(error).strip())
+    head = _headline(item)
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    tail = f"{notes}\nagain: {_again(item, seed)}"
+    if isinstance(error, CheckFailed):
+        changing = _second_run(error, item, seed) if rerun else ""
+        return Failure("wrong", f"{head}\n{indent(str(error) + changing + tail)}")
+    if isinstance(error, (torch.cuda.OutOfMemoryError, NotEnoughMemory)):
+        return Failure(
+            "memory", f"{head}\n{indent(describe_out_of_memory(error, item.device) + tail)}"
+        )
+    if isinstance(error, RuntimeError) and "CUDA error" in str(error):
+        first = str(error).splitlines()[0]
+        hint = (
+            f"compute-sanitizer python -m {item.suite.name}.test --check --device cuda names the line;"
+            f" so does python -m {item.suite.name}.test --check --device cpu, without a GPU"
+        )
+        return Failure("kernel", "\n".join([head, indent(first), indent(hint + tail)]))
+    if isinstance(error, kernel_error):
+        return Failure("kernel", f"{head}\n{indent(str(error).strip() + tail)}")
+    if isinstance(error, AssertionError) and str(error):
+        place = _last_own_frame(error.__traceback__)
+        return Failure("wrong", f"{head}\n{indent(f'{error}{place}{tail}')}")
+    return Failure("bug", f"{head}\n{indent(short_traceback(error) + tail)}")
+
+
+def describe_out_of_memory(error: Exception, device: torch.device) -> str:
+    """What was needed and what is free."""
+    if isinstance(error, NotEnoughMemory):
+        return str(error)
+    # PyTorch's text starts with what it tried to take: "CUDA out of memory. Tried to allocate 20.00
+    # GiB. ..."
+    said = " ".join(str(error).split(". ")[:2])
+    free, total = free_memory(device)
+    return f"out of memory: {said}; now {gib(free)} of {gib(total)} are free"
+
+
+def indent(text: str) -> str:
+    return "\n".join("    " + line if line else "" for line in text.splitlines())
+
+
+def _headline(item: Item) -> str:
+    values = ", ".join(f"{key}={value}" for key, value in item.case.values.items())
+    build = " in the check build" if item.target == "cpu-check" else ""
+    return (
+        f"{item.check.name.replace('_', ' ')}, case '{item.case.name}' on {item.device.type}{build}\n"
+        f"    {item.case.why}" + (f" ({values})" if values else "")
+    )
+
+
+def _again(item: Item, seed: int) -> str:
+    check = " --check" if item.target == "cpu-check" else ""
+    flag = item.check.group.replace(" ", "-")
+    return f"python -m {item.suite.name}.test --{flag} --device {item.device.type}{check} --seed {seed}"
+
+
+def _second_run(error: CheckFailed, item: Item, seed: int) -> str:
+    """Run the case again on the same inputs: only a race or unwritten memory gives something else."""
+    if not item.check.kernels or item.target == "cpu-check" or error.fingerprint is None:
+        return ""
+    try:
+        item.run(seed)
+    except CheckFailed as second:
+        if second.fingerprint == error.fingerprint:
+            return ""
+    except Exception:
+        return ""
+    return (
+        "\na second run on the same inputs gave another result: a race (a missing barrier) or memory that was"
+        " never written; --check on the CPU names the line"
+    )
+
+
+def _not_written(error: Exception, item: Item) -> str | None:
+    if isinstance(error, CheckFailed) and error.not_written:
+        path = _source(item, ".cu" if item.check.kernels else ".py")
+        return (
+            f"{path}: {item.check.group} is not written yet (nothing was written to the output:"
+            " all of it is NaN, as it was allocated)"
+        )
+    if not isinstance(error, NotImplementedError):
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not frames[-1].filename.startswith(str(ROOT)):
+        return None  # PyTorch raises it too, for operations that it lacks
+    last = frames[-1]
+    if "NotImplementedError" not in linecache.getline(last.filename, last.lineno or 0):
+        return None
+    said = str(error)
+    path = Path(last.filename).relative_to(ROOT)
+    return f"{path}: {said or f'{_function_name(error.__traceback__)} is not written yet'}"
+
+
+def _function_name(tb: TracebackType | None) -> str:
+    name = "it"
+    while tb is not None:
+        name, tb = tb.tb_frame.f_code.co_qualname, tb.tb_next
+    return name
+
+
+def _source(item: Item, suffix: str) -> str:
+    sources = item.suite.sources
+    return next(
+        (s for s in sources if s.endswith(suffix)), sources[0] if sources else item.suite.name
+    )
+
+
+def _last_own_frame(tb: TracebackType | None) -> str:
+    own = [frame for frame in traceback.extract_tb(tb) if frame.filename.startswith(str(ROOT))]
+    return f"\nat {Path(own[-1].filename).relative_to(ROOT)}:{own[-1].lineno}" if own else ""
+
+
+def short_traceback(error: Exception, frames: int = 4) -> str:
+    """The last frames, without this package's own at the start."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None and _is_ours(tb):
+        tb = tb.tb_next
+    lines = traceback.format_exception(type(error), error, tb, limit=-frames)
+    return "".join(lines).strip()
+
+
+def _is_ours(tb: TracebackType) -> bool:
+    return Path(tb.tb_frame.f_code.co_filename).parent == Path(__file__).parent
+
+
+def _build_errors() -> tuple[tuple[type, ...], tuple[type, ...]]:
+    # Nothing of common.build is imported for stages that build nothing.
+    build = sys.modules.get("common.build")
+    if build is None:
+        return (), ()
+    return (build.BuildError,), (build.KernelError,)

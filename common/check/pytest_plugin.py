@@ -1,0 +1,57 @@
+"""The pytest side of a Suite: its items as tests, ``--seed``, failures without a traceback.
+
+Loaded by the conftest.py at the repository's root.
+"""
+
+import inspect
+from collections.abc import Iterator
+
+import pytest
+
+from common.check.failure import failure_of
+from common.check.rng import new_seed
+from common.check.suite import Item, default_targets
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=None, help="random inputs of an earlier run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--seed") is None:
+        config.option.seed = new_seed()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"check inputs: --seed {config.getoption('--seed')}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    suite = getattr(metafunc.function, "suite", None)
+    if suite is not None and "item" in metafunc.fixturenames:
+        items = list(suite.items(default_targets()))
+        metafunc.parametrize("item", items, ids=[item.id for item in items])
+
+
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> list | None:
+    """A function is a test where it is written: task2's answer has one named test_batched_softmax."""
+    module = getattr(collector, "module", None)
+    imported = inspect.isfunction(obj) and module is not None and obj.__module__ != module.__name__
+    return [] if imported and not hasattr(obj, "suite") else None
+
+
+@pytest.fixture
+def check_seed(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The run's seed."""
+    yield request.config.getoption("--seed")
+
+
+def run_item(item: Item, seed: int) -> None:
+    """Run one item as a test; a failure is told in its own words."""
+    try:
+        item.run(seed)
+    except Exception as error:
+        failure = failure_of(error, item, seed)
+        if failure.kind == "bug":
+            raise
+        pytest.fail(failure.text, pytrace=False)

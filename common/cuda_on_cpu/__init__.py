@@ -1,0 +1,35 @@
+"""Running CUDA kernels without a GPU.
+
+A `.cu` file is rewritten a little (`rewrite`), compiled by g++ or clang against the headers in
+`INCLUDE`, and linked with a runtime library that is built once from `RUNTIME_SOURCES`. The threads of
+a block are fibers on one OS thread; barriers, warp collectives, tensor-core and asynchronous-copy
+wrappers behave as on a GPU, and mistakes become errors that name kernel, block, thread, file and line.
+
+    fast build    compile with FAST_FLAGS:  correct results, barrier and launch errors
+    check build   compile with CHECK_FLAGS: also races, uninitialised and out-of-range accesses
+
+The check build uses the call-backs that the compiler inserts for its thread sanitizer; the runtime
+answers them itself, so the sanitizer's own library must not be linked (compile first, then link
+without -fsanitize=thread).
+"""
+
+from common.cuda_on_cpu.rewriter import RewriteError, rewrite
+from common.cuda_on_cpu.runtime import (
+    CHECK_FLAGS,
+    FAST_FLAGS,
+    INCLUDE,
+    RUNTIME_FLAGS,
+    RUNTIME_SOURCES,
+    Runtime,
+)
+
+__all__ = [
+    "CHECK_FLAGS",
+    "FAST_FLAGS",
+    "INCLUDE",
+    "RUNTIME_FLAGS",
+    "RUNTIME_SOURCES",
+    "RewriteError",
+    "Runtime",
+    "rewrite",
+]

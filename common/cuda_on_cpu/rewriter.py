@@ -1,0 +1,445 @@
+"""Turn a `.cu` file into C++ that g++ and clang accept.
+
+C++ lacks two constructs, and only these are rewritten; everything else CUDA adds is a header:
+
+* `kernel<<<grid, block, bytes, stream>>>(arguments)` becomes a call of `cuda_on_cpu::launch`;
+* `__shared__` declarations become references into the memory of the running block.
+
+Lines stay where they are, so a compiler's message shows the student's own file and line. A header with
+kernels or shared memory is rewritten in the same way, as a file of its own.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_TOKEN = re.compile(
+    r"""
+      (?P<comment>   //(?:\\\n|[^\n])* | /\*.*?\*/ )
+    | (?P<directive> (?<![^\n])[ \t]*\#(?:\\\n|/\*.*?\*/|//(?:\\\n|[^\n])*|"(?:\\.|[^"\\\n])*"|[^\n])* )
+    | (?P<string>    (?:u8|[uUL])?R"(?P<delimiter>[^\s()\\]{0,16})\(.*?\)(?P=delimiter)"
+                   | (?:u8|[uUL])?"(?:\\.|[^"\\\n])*"
+                   | (?:u8|[uUL])?'(?:\\.|[^'\\\n])+' )
+    | (?P<number>    \.?\d(?:[eEpP][+-]|'?[\w.])* )
+    | (?P<word>      [A-Za-z_]\w* )
+    | (?P<space>     \n | [^\S\n]+ )
+    | (?P<open_launch> <<< )
+    | (?P<other>     . )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_CONDITION = re.compile(r"\s*#\s*(ifdef|ifndef|if|elif|else|endif)\b(.*)", re.DOTALL)
+_CLOSERS = {"(": ")", "[": "]", "{": "}"}
+_GPU_INSTRUCTION = re.compile(r"\b(?:wgmma|tcgen05|mbarrier|cp\.async\.bulk|[a-z]\w*)\.[\w.:]+")
+
+
+class RewriteError(ValueError):
+    """Something in the `.cu` file that cannot be run on the CPU; the message begins with file:line."""
+
+
+@dataclass(frozen=True)
+class _Token:
+    kind: str
+    text: str
+    line: int
+
+    @property
+    def blank(self) -> bool:
+        return self.kind in ("space", "comment")
+
+
+def rewrite(source: str, path: str | Path) -> str:
+    """C++ for the text `source` of the CUDA file or header `path`.
+
+    `path` is only for messages: the compiler's, and those of RewriteError, which name file and line.
+    """
+    return f'#include <cuda_runtime.h>\n#line 1 "{_escaped(path)}"\n{_File(source, path).rewritten()}'
+
+
+class _File:
+    """One file on its way through the rewriter."""
+
+    def __init__(self, source: str, path: str | Path):
+        self.path = path
+        self.tokens = _tokens(source)
+        self.out: list[str] = []
+        self.scopes: list[str] = []  # what each open brace belongs to: "namespace", "class", "function"
+        self.statement: list[str] = []  # words since the last ; { or }
+
+    def error(self, line: int, message: str) -> RewriteError:
+        return RewriteError(f"{self.path}:{line}: {message}")
+
+    # ---- the walk over the tokens
+
+    def rewritten(self) -> str:
+        tokens, i = self.tokens, 0
+        gpu_only = _GpuOnlyRegions()
+        while i < len(tokens):
+            token = tokens[i]
+            if token.kind == "directive":
+                gpu_only.see(token.text)
+                self._directive(token)
+                i += 1
+            elif gpu_only.inside:
+                self.out.append(token.text)
+                i += 1
+            elif token.kind == "open_launch":
+                i = self._launch(i)
+            elif token.text == "__shared__":
+                i = self._shared(i)
+            else:
+                if token.text in ("asm", "__asm__"):
+                    self._check_assembly(i)
+                self._track(token)
+                self.out.append(token.text)
+                i += 1
+        return "".join(self.out)
+
+    def _directive(self, token: _Token) -> None:
+        for construct in ("<<<", "__shared__"):
+            if construct in token.text and re.match(r"\s*#\s*define\b", token.text):
+                message = f"{construct} inside a macro cannot be run on the CPU; use a function"
+                raise self.error(token.line, message)
+        self.out.append(token.text)
+
+    def _track(self, token: _Token) -> None:
+        """Follow the braces, to know whether a declaration stands inside a function."""
+        if token.blank:
+            return
+        if token.text == "{":
+            outer = self.scopes[-1] if self.scopes else "namespace"
+            if outer == "function":
+                scope = "function"
+            elif "namespace" in self.statement or self.statement[-2:-1] == ["extern"]:
+                scope = "namespace"
+            elif ")" not in self.statement and {"struct", "class", "union", "enum"} & set(self.statement):
+                scope = "class"
+            else:
+                scope = "function"
+            self.scopes.append(scope)
+            self.statement = []
+        elif token.text == "}":
+            if self.scopes:
+                self.scopes.pop()
+            self.statement = []
+        elif token.text == ";":
+            self.statement = []
+        else:
+            self.statement.append(token.text)
+
+    def _check_assembly(self, i: int) -> None:
+        """Inline PTX cannot run here; say which instruction it was."""
+        strings = []
+        for token in self.tokens[i:]:
+            if token.text == ";":
+                break
+            if token.kind == "string":
+                strings.append(token.text)
+        found = _GPU_INSTRUCTION.search(" ".join(strings))
+        raise self.error(
+            self.tokens[i].line,
+            f"inline PTX ({found[0] if found else 'asm'}) runs on a GPU only; "
+            "on the CPU, kernels reach tensor cores and asynchronous copies through ptx.cuh",
+        )
+
+    # ---- kernel<<<...>>>(...)
+
+    def _launch(self, i: int) -> int:
+        """Rewrite the launch whose `<<<` is token i; returns the index after its arguments."""
+        tokens, line = self.tokens, self.tokens[i].line
+        start = self._kernel_start(i)
+        kernel = "".join(t.text for t in tokens[start:i]).strip()
+        del self.out[len(self.out) - (i - start) :]
+
+        close = self._launch_close(i)
+        config = "".join(t.text for t in tokens[i + 1 : close])
+        if not config.strip():
+            raise self.error(line, f"{kernel}<<<>>> needs a grid and a block")
+        if config.strip().count(",") == 0:
+            raise self.error(line, f"{kernel}<<<{config.strip()}>>> needs a block size too")
+
+        opening = self._next(close + 3)
+        end = self._matching(opening)
+        arguments = "".join(t.text for t in tokens[opening + 1 : end])
+        kernel_line = tokens[start].line
+        self.out.append(
+            f"::cuda_on_cpu::launch({_c_string(_one_line(tokens[start:i]))}, __FILE__, {kernel_line}, "
+            f"[&](auto&... a_) {{ {kernel}(a_...); }}, "
+            f"[&](auto t_) -> decltype(::cuda_on_cpu::entry_point(t_, {_flat(tokens[start:i])})) "
+            f"{{ return ::cuda_on_cpu::entry_point(t_, {_flat(tokens[start:i])}); }}, "
+            f"::cuda_on_cpu::LaunchConfig({config}"
+            + "".join(t.text for t in tokens[close + 3 : opening])
+            + ")"
+            + (f", {arguments})" if _has_code(tokens[opening + 1 : end]) else f"{arguments})")
+        )
+        return end + 1
+
+    def _kernel_start(self, i: int) -> int:
+        """Index of the first token of the kernel's name, which ends just before token i."""
+        tokens, line = self.tokens, self.tokens[i].line
+        j = self._previous(i)
+        while True:
+            if j >= 0 and tokens[j].text == ">":
+                j = self._previous(self._matching_back(j, ">", "<", line))
+            elif j >= 0 and tokens[j].text in (")", "]"):
+                pairs = {")": "(", "]": "["}
+                j = self._matching_back(j, tokens[j].text, pairs[tokens[j].text], line)
+                before = self._previous(j)
+                if before < 0 or tokens[before].kind != "word" or tokens[before].text == "return":
+                    return j
+                j = before
+                continue
+            if j < 0 or tokens[j].kind != "word":
+                raise self.error(line, "no kernel name before <<<")
+            before = self._previous(j)
+            if before >= 0 and tokens[before].text == "template":
+                before = self._previous(before)
+            if not (before >= 1 and tokens[before].text == ":" and tokens[before - 1].text == ":"):
+                return j
+            j = before - 1  # the first colon
+            before = self._previous(j)
+            if before < 0 or not (tokens[before].kind == "word" or tokens[before].text == ">"):
+                return j  # ::name, from the global namespace
+            if tokens[before].text == "return":
+                return j
+            j = before
+
+    def _launch_close(self, i: int) -> int:
+        """Index of the `>>>` that closes the launch configuration opened at token i.
+
+        Template arguments may end in `>>>` too, even before a `(`; the launch's is the last one in its
+        statement that is followed by an argument list.
+        """
+        tokens, depth, found = self.tokens, 0, None
+        for j in range(i + 1, len(tokens)):
+            text = tokens[j].text
+            if text in _CLOSERS:
+                depth += 1
+            elif text in _CLOSERS.values():
+                depth -= 1
+            if depth < 0 or (depth == 0 and text == ";") or tokens[j].kind == "open_launch":
+                break
+            if depth == 0 and [t.text for t in tokens[j : j + 3]] == [">", ">", ">"]:
+                after = self._next(j + 3)
+                if after < len(tokens) and tokens[after].text == "(":
+                    found = j
+        if found is None:
+            raise self.error(tokens[i].line, "<<< is not followed by >>>(arguments)")
+        return found
+
+    # ---- __shared__
+
+    def _shared(self, i: int) -> int:
+        """Rewrite the declaration that contains `__shared__` at token i; returns the index of its `;`."""
+        tokens, line = self.tokens, self.tokens[i].line
+        end = i + 1
+        while end < len(tokens) and tokens[end].text != ";":
+            if tokens[end].text in ("{", "}", "="):
+                raise self.error(line, "a __shared__ variable has no initializer and no type of its own")
+            if tokens[end].kind == "directive":
+                raise self.error(line, "a preprocessor line inside a __shared__ declaration")
+            end += 1
+        if end == len(tokens):
+            raise self.error(line, "a __shared__ declaration without its ;")
+
+        before = self._specifiers_before(i)
+        words = [t for t in tokens[before:i] + tokens[i + 1 : end]]
+        if not self.scopes or self.scopes[-1] != "function":
+            raise self.error(line, "on the CPU a __shared__ variable is declared inside its kernel")
+        del self.out[len(self.out) - (i - before) :]
+        external, alignment, words = self._without_specifiers(words, line)
+        type_name, variables = self._declarators(words, line)
+
+        parts = []
+        for name, dimensions in variables:
+            if external:
+                if not re.fullmatch(r"\[\s*\]", dimensions):
+                    raise self.error(line, "dynamic shared memory is declared as extern __shared__ T x[]")
+                pointer = f'::cuda_on_cpu::dynamic_shared<{type_name}>("{name}")'
+                parts.append(f"{type_name}* {name} = {pointer}")
+                continue
+            alias, site = f"{name}_type_", f"{name}_site_"
+            aligned = f", ({alignment})" if alignment else ""
+            parts.append(
+                f"using {alias} = {type_name}{dimensions}; static int {site}; {alias}& {name} = "
+                f'::cuda_on_cpu::shared<{alias}{aligned}>(&{site}, "{name}", __FILE__, __LINE__)'
+            )
+        newlines = "\n" * "".join(t.text for t in tokens[before:end]).count("\n")
+        self.out.append("; ".join(parts) + newlines)
+        return end
+
+    def _specifiers_before(self, i: int) -> int:
+        """Index where the declaration begins: `static`, `extern`, `volatile`, alignas(...) may precede."""
+        tokens, start = self.tokens, i
+        while True:
+            j = self._previous(start)
+            if j < 0:
+                return start
+            if tokens[j].text in ("static", "extern", "volatile"):
+                start = j
+            elif tokens[j].text == ")":
+                opening = self._matching_back(j, ")", "(", tokens[i].line)
+                word = self._previous(opening)
+                if word < 0 or tokens[word].text not in ("alignas", "__align__"):
+                    return start
+                start = word
+            else:
+                return start
+
+    def _without_specifiers(self, words: list[_Token], line: int) -> tuple[bool, str, list[_Token]]:
+        """Split off extern, static and alignment: (is it extern, its alignment or "", the rest)."""
+        external, alignment, rest, i = False, "", [], 0
+        while i < len(words):
+            text = words[i].text
+            if text in ("alignas", "__align__"):
+                depth, j = 0, i + 1
+                while j < len(words):
+                    depth += {"(": 1, ")": -1}.get(words[j].text, 0)
+                    if depth == 0 and words[j].text == ")":
+                        break
+                    j += 1
+                inside = _flat(words[i + 1 : j + 1]).strip()
+                alignment = f"alignof{inside}" if _is_type(inside) else inside
+                i = j + 1
+                continue
+            if text == "extern":
+                external = True
+            elif text != "static" and words[i].kind != "comment":
+                rest.append(words[i])
+            i += 1
+        return external, alignment, rest
+
+    def _declarators(self, words: list[_Token], line: int) -> tuple[str, list[tuple[str, str]]]:
+        """Split `float a[2], b` into the type and (name, dimensions) of each variable."""
+        parts, depth = [[]], 0
+        for token in words:
+            depth += {"<": 1, ">": -1, "(": 1, ")": -1, "[": 1, "]": -1}.get(token.text, 0)
+            if token.text == "," and depth == 0:
+                parts.append([])
+            else:
+                parts[-1].append(token)
+        variables, type_name = [], ""
+        for number, part in enumerate(parts):
+            end = len(part)
+            while end and (part[end - 1].blank or part[end - 1].text == "]"):
+                if part[end - 1].text == "]":
+                    depth = 0
+                    while True:
+                        end -= 1
+                        depth += {"]": 1, "[": -1}.get(part[end].text, 0)
+                        if depth == 0 or end == 0:
+                            break
+                else:
+                    end -= 1
+            if end == 0 or part[end - 1].kind != "word":
+                raise self.error(line, f"cannot read this __shared__ declaration: {_flat(words)}")
+            head = _flat(part[: end - 1]).strip()
+            if number == 0:
+                type_name = head
+            elif head:
+                raise self.error(line, f"write {head} {part[end - 1].text} as a declaration of its own")
+            variables.append((part[end - 1].text, _flat(part[end:]).strip()))
+        if not type_name:
+            raise self.error(line, f"this __shared__ declaration has no type: {_flat(words)}")
+        return type_name, variables
+
+    # ---- moving about
+
+    def _next(self, i: int) -> int:
+        while i < len(self.tokens) and self.tokens[i].blank:
+            i += 1
+        return i
+
+    def _previous(self, i: int) -> int:
+        i -= 1
+        while i >= 0 and self.tokens[i].blank:
+            i -= 1
+        return i
+
+    def _matching(self, i: int) -> int:
+        """Index of the parenthesis that closes the one at token i."""
+        depth = 0
+        for j in range(i, len(self.tokens)):
+            depth += {"(": 1, ")": -1}.get(self.tokens[j].text, 0)
+            if depth == 0:
+                return j
+        raise self.error(self.tokens[i].line, "( without )")
+
+    def _matching_back(self, i: int, closer: str, opener: str, line: int) -> int:
+        """Index of the bracket that opens the one at token i; brackets of other kinds are skipped whole."""
+        depth, other = 0, 0
+        for j in range(i, -1, -1):
+            text = self.tokens[j].text
+            if text in ";{}":
+                break
+            if closer == ">":
+                other += {")": 1, "]": 1, "(": -1, "[": -1}.get(text, 0)
+                if other:
+                    continue
+            depth += {closer: 1, opener: -1}.get(text, 0)
+            if depth == 0:
+                return j
+        raise self.error(line, f"{closer} without {opener} before <<<")
+
+
+class _GpuOnlyRegions:
+    """Follows #if to know the parts that only nvcc compiles: those are left as they are."""
+
+    def __init__(self) -> None:
+        self.stack: list[bool | None] = []  # True: needs __CUDACC__; False: needs it absent
+
+    @property
+    def inside(self) -> bool:
+        return True in self.stack
+
+    def see(self, directive: str) -> None:
+        match = _CONDITION.match(directive)
+        if not match:
+            return
+        word, condition = match[1], match[2]
+        if word in ("if", "ifdef", "ifndef"):
+            needs = None
+            if re.search(r"\b__CUDACC__\b|\b__CUDA_ARCH__\b", condition):
+                needs = word != "ifndef" and not re.search(r"!\s*(defined\b)?", condition)
+            elif word == "if" and condition.strip() == "0":
+                needs = True
+            self.stack.append(needs)
+        elif word == "endif" and self.stack:
+            self.stack.pop()
+        elif self.stack:
+            self.stack[-1] = None if self.stack[-1] is None or word == "elif" else not self.stack[-1]
+
+
+def _tokens(source: str) -> list[_Token]:
+    tokens, line = [], 1
+    for match in _TOKEN.finditer(source):
+        kind = match.lastgroup if match.lastgroup != "delimiter" else "string"
+        tokens.append(_Token(kind, match[0], line))
+        line += match[0].count("\n")
+    return tokens
+
+
+def _flat(tokens: list[_Token]) -> str:
+    """The tokens on one line, without comments."""
+    return "".join(" " if t.blank else t.text for t in tokens)
+
+
+def _one_line(tokens: list[_Token]) -> str:
+    return " ".join(_flat(tokens).split())
+
+
+def _has_code(tokens: list[_Token]) -> bool:
+    return any(not t.blank for t in tokens)
+
+
+def _is_type(parenthesized: str) -> bool:
+    """alignas takes a number or a type; only names of types begin like this."""
+    return bool(re.match(r"\(\s*(?:float|double|int|u?int\d|uint\d+_t|char|short|long|__)", parenthesized))
+
+
+def _escaped(path: str | Path) -> str:
+    return str(path).replace("\\", "\\\\").replace('"', '\\"')
+
+
+def _c_string(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

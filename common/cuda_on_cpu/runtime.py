@@ -1,0 +1,119 @@
+"""The runtime library as Python sees it: its sources, the compilers' flags, and its C API."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+INCLUDE = HERE / "include"
+RUNTIME_SOURCES = sorted((HERE / "runtime").glob("*.cpp"))
+
+# Kernels read the same bytes as float and as uint32_t, as CUDA code does. -g1 keeps the lines that an
+# error names and costs little; the check build's lines are exact only with -g.
+_KERNEL_FLAGS = ["-fno-strict-aliasing", "-Wno-unknown-pragmas", "-Wno-attributes"]
+FAST_FLAGS = ["-O2", "-g1", *_KERNEL_FLAGS]
+CHECK_FLAGS = ["-O1", "-g", "-fsanitize=thread", *_KERNEL_FLAGS]
+RUNTIME_FLAGS = ["-O2", "-g1", "-fno-strict-aliasing", "-fno-math-errno"]
+
+ORDERS = ("forward", "reverse", "random")
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+_PLACE = re.compile(r"\{([^{}\n]+)\+0x([0-9a-f]+)\}")
+
+
+class Runtime:
+    """The loaded runtime library. Settings hold for the process; errors and tensors for the thread."""
+
+    def __init__(self, path: str | Path):
+        self._library = library = ctypes.CDLL(str(path))
+        library.cuda_on_cpu_configure.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+        library.cuda_on_cpu_register.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t]
+        library.cuda_on_cpu_clear_registered.argtypes = []
+        library.cuda_on_cpu_take_error.argtypes = []
+        library.cuda_on_cpu_take_error.restype = ctypes.c_char_p
+
+    def configure(
+        self,
+        order: str | None = None,
+        seed: int | None = None,
+        eager_copies: bool | None = None,
+        threads: int | None = None,
+        arch: str | None = None,
+    ) -> None:
+        """Change how kernels run from now on; what is None stays.
+
+        order: in which order the threads of a block run: "forward", "reverse" or "random" (by `seed`).
+        eager_copies: cp_async data lands at once; otherwise as late as the kernel's waits allow.
+        threads: OS threads over which the blocks are spread; 0: one per core.
+        arch: the GPU whose limits hold, such as "sm_90" (default: CUDA_ON_CPU_ARCH, or sm_80).
+        """
+        if order is not None and order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
+        if arch is not None and re.sub(r"[af]$", "", arch) not in ARCHITECTURES:
+            raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}; got {arch!r}")
+        if threads is not None and threads < 0:
+            raise ValueError(f"threads must be 0 (one per core) or more; got {threads}")
+        settings = {"order": order, "seed": seed, "eager_copies": eager_copies, "threads": threads}
+        settings["arch"] = arch and re.sub(r"[af]$", "", arch).removeprefix("sm_")
+        for name, value in settings.items():
+            if value is not None:
+                text = str(int(value)) if isinstance(value, bool) else str(value)
+                self._library.cuda_on_cpu_configure(name.encode(), text.encode())
+
+    def register(self, name: str, address: int, bytes: int) -> None:
+        """Say where a tensor is, for this thread's next launches.
+
+        Once a tensor is registered, the check build reports every global access outside all of them.
+        """
+        self._library.cuda_on_cpu_register(name.encode(), address, bytes)
+
+    def clear_registered(self) -> None:
+        self._library.cuda_on_cpu_clear_registered()
+
+    def take_error(self) -> str | None:
+        """What went wrong in this thread's launches since the last call, or None."""
+        text = self._library.cuda_on_cpu_take_error()
+        return _with_lines(text.decode(errors="replace")) if text else None
+
+
+def _with_lines(text: str) -> str:
+    """Replace each {library+0xoffset}, a place that only debug information can name, by file:line."""
+    return _PLACE.sub(lambda match: _line_of(match[1], int(match[2], 16)), text)
+
+
+def _line_of(library: str, offset: int) -> str:
+    """The innermost line at `offset` that is in a kernel's file rather than in one of our headers."""
+    frames = [_shown(place) for place in _frames(library, offset)]
+    for place in frames:
+        if place and not place.startswith(("common/cuda_on_cpu/", "common/include/", "/usr/")):
+            return place
+    return next(filter(None, frames), f"{Path(library).name}+{offset:#x}")
+
+
+def _frames(library: str, offset: int) -> list[str]:
+    """file:line of the instruction, then of the calls that were inlined around it."""
+    for tool, *options in (
+        ("addr2line", "-i", "-e", library, hex(offset)),
+        ("llvm-symbolizer", "--inlining", "--output-style=GNU", f"--obj={library}", hex(offset)),
+        ("atos", "-i", "-fullPath", "-o", library, "-l", "0", hex(offset)),
+    ):
+        if shutil.which(tool) is None or (tool == "atos") != (sys.platform == "darwin"):
+            continue
+        done = subprocess.run([tool, *options], capture_output=True, text=True, timeout=60)
+        if done.returncode == 0:
+            lines = done.stdout.splitlines()
+            return re.findall(r"\(([^()]+:\d+)\)", done.stdout) if tool == "atos" else lines
+    return []
+
+
+def _shown(place: str) -> str | None:
+    """`/checkout/task2/kernel.cu:7 (discriminator 2)` as `task2/kernel.cu:7`; None if unknown."""
+    match = re.match(r"(.+):(\d+)", place)
+    if not match or match[1].startswith("??") or match[2] == "0":
+        return None
+    path = Path(match[1])
+    return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}:{match[2]}"

@@ -1,0 +1,88 @@
+#include "race_check.h"
+
+#include "worker.h"
+
+namespace cuda_on_cpu {
+namespace {
+
+struct Judge {
+  const Fiber& thread;
+  uint32_t first_block;
+  bool blocks_are_ordered;
+
+  bool counts(const Stamp& stamp) const {
+    return stamp.access != Access::none && int32_t(stamp.block - first_block) >= 0;
+  }
+
+  bool ordered(const Stamp& earlier) const {
+    const Worker& worker = *thread.worker;
+    if (earlier.block != worker.block_serial) return blocks_are_ordered;
+    if (earlier.thread == thread.rank || earlier.phase != worker.phase) return true;
+    return earlier.thread / 32u == thread.warp && thread.seen[earlier.thread % 32] >= earlier.clock;
+  }
+
+  bool conflicts(const Stamp& earlier) const { return counts(earlier) && !ordered(earlier); }
+};
+
+/// Keeps `now` among the readers, dropping one that comes before it.
+void remember_reader(Cell& cell, const Stamp& now, const Judge& judge) {
+  Stamp &first = cell.readers[0], &second = cell.readers[1];
+  if (!judge.conflicts(first)) {
+    first = now;
+    if (!judge.conflicts(second)) second = Stamp();
+  } else if (!judge.conflicts(second) ||
+             (second.thread / 32 == first.thread / 32 && now.thread / 32 != first.thread / 32)) {
+    second = now;
+  }
+}
+
+}  // namespace
+
+Conflict record_access(Cell* cells, size_t bytes, Access access, const Fiber& thread, const void* pc,
+                       uint32_t first_block, bool must_be_written, bool blocks_are_ordered) {
+  const Judge judge{thread, first_block, blocks_are_ordered};
+  const Worker& worker = *thread.worker;
+  Stamp now{worker.block_serial, worker.phase, thread.clock, uint32_t(reinterpret_cast<uintptr_t>(pc)),
+            uint16_t(thread.rank), access};
+  for (size_t i = 0; i < bytes; ++i) {
+    Cell& cell = cells[i];
+    const Stamp& write = cell.write;
+    bool written = judge.counts(write);
+    bool both_atomic = access == Access::atomic && write.access == Access::atomic;
+
+    if (written && (write.access == Access::copy_in_flight || judge.conflicts(write)) && !both_atomic) {
+      return {write, access, false, i};
+    }
+    if (!written && must_be_written && (access == Access::read || access == Access::atomic)) {
+      return {Stamp(), access, true, i};
+    }
+    if (access == Access::read) {
+      remember_reader(cell, now, judge);
+      continue;
+    }
+    for (const Stamp& reader : cell.readers) {
+      if (judge.conflicts(reader)) return {reader, access, false, i};
+    }
+    cell.write = now;
+    cell.readers[0] = cell.readers[1] = Stamp();
+  }
+  return {};
+}
+
+void land_copy(Cell* cells, size_t bytes, const Fiber& thread) {
+  const Worker& worker = *thread.worker;
+  for (size_t i = 0; i < bytes; ++i) {
+    Stamp& write = cells[i].write;
+    if (write.access != Access::copy_in_flight || write.thread != thread.rank) continue;
+    write.access = Access::write;
+    write.phase = worker.phase;
+    write.clock = thread.clock;
+  }
+}
+
+const void* code_address(const Stamp& stamp, const void* nearby) {
+  uintptr_t base = reinterpret_cast<uintptr_t>(nearby);
+  return reinterpret_cast<const void*>(base + uintptr_t(intptr_t(int32_t(stamp.pc - uint32_t(base)))));
+}
+
+}  // namespace cuda_on_cpu

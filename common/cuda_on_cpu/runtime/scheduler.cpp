@@ -1,0 +1,319 @@
+// Running a block: which fiber goes next, barriers, and what to say when nobody can go on.
+#include <algorithm>
+#include <cstring>
+
+#include "async_copy.h"
+#include "faults.h"
+#include "worker.h"
+
+namespace cuda_on_cpu {
+
+CUDA_ON_CPU_THREAD_LOCAL ThreadContext* current_thread;
+CUDA_ON_CPU_THREAD_LOCAL BlockContext* current_block;
+CUDA_ON_CPU_THREAD_LOCAL Worker* this_worker;
+
+namespace {
+
+std::atomic<uint32_t> block_serials{0};
+
+[[noreturn]] void fiber_main() {
+  for (;;) {  // a fiber that has returned begins again in the next block
+    Worker& worker = *this_worker;
+    worker.launch->body(worker.launch->argument);
+    worker.thread_returned();
+  }
+}
+
+}  // namespace
+
+uint32_t next_block_serial() { return block_serials.load() + 1; }
+
+Worker::Worker() = default;
+
+Worker& Worker::of_this_thread() {
+  if (!this_worker) this_worker = new Worker();  // as long-lived as the thread's stacks
+  return *this_worker;
+}
+
+void Worker::run(Launch& next) {
+  launch = &next;
+  prepare_fibers();
+  FaultStack fault_stack;
+  while (!launch->failed.load(std::memory_order_relaxed)) {
+    uint64_t index = launch->next_block++;
+    if (index >= launch->blocks) break;
+    run_block(permuted(index));
+  }
+  launch = nullptr;
+  current_block = nullptr;
+}
+
+void Worker::prepare_fibers() {
+  const dim3& dim = launch->config.block;
+  threads_ = dim.x * dim.y * dim.z;
+  while (fibers_.size() < threads_) fibers_.push_back(std::make_unique<Fiber>(this, fibers_.size()));
+  for (unsigned rank = 0; rank < threads_; ++rank) {
+    Fiber& fiber = *fibers_[rank];
+    fiber.index = {rank % dim.x, rank / dim.x % dim.y, rank / (dim.x * dim.y)};
+    fiber.lane = rank % 32;
+    fiber.warp = rank / 32;
+  }
+  block.block_dim = dim;
+  block.grid_dim = launch->config.grid;
+  block.dynamic_shared = shared.dynamic();
+  block.dynamic_shared_bytes = launch->config.dynamic_shared_bytes;
+  random_state_ = 0x9e3779b97f4a7c15u ^ (launch->settings.seed + 1) * 0xd1342543de82ef95u;
+  if (launch->site.checked && !shared_cells) shared_cells.reset(new Cell[SharedMemory::kArena]);
+}
+
+/// Blocks run in the chosen order too: from the last one, or from somewhere in the middle.
+uint64_t Worker::permuted(uint64_t index) const {
+  switch (launch->settings.order) {
+    case Order::forward: return index;
+    case Order::reverse: return launch->blocks - 1 - index;
+    case Order::random: return (index + launch->settings.seed % launch->blocks) % launch->blocks;
+  }
+  return index;
+}
+
+void Worker::begin_block(uint64_t index) {
+  const dim3& grid = launch->config.grid;
+  block.index = {unsigned(index % grid.x), unsigned(index / grid.x % grid.y), unsigned(index / grid.x / grid.y)};
+  current_block = &block;
+  shared.begin_block(launch->config.dynamic_shared_bytes);
+
+  block_serial = ++block_serials;
+  if (block_serial == 0) block_serial = ++block_serials;
+  phase = 0;
+  alive_ = threads_;
+  block_failed_ = false;
+  ready_head_ = ready_count_ = 0;
+  barrier_.arrived = 0;
+
+  for (unsigned w = 0; w * 32 < threads_; ++w) {
+    unsigned lanes = std::min(32u, threads_ - w * 32);
+    warps_[w].alive = lanes == 32 ? ~0u : (1u << lanes) - 1;
+    warps_[w].waiting = 0;
+  }
+  bool reverse = launch->settings.order == Order::reverse;
+  for (unsigned k = 0; k < threads_; ++k) {
+    Fiber& fiber = *fibers_[reverse ? threads_ - 1 - k : k];
+    if (!fiber.saved) fiber.saved = fiber.stack.start(fiber_main);
+    fiber.state = Fiber::State::ready;
+    fiber.copy_group = 0;
+    if (launch->site.checked) {
+      fiber.clock = 1;
+      std::memset(fiber.seen, 0, sizeof fiber.seen);
+    }
+    push(fiber.rank);
+  }
+}
+
+void Worker::run_block(uint64_t index) {
+  begin_block(index);
+  Fiber& first = pop();
+  current_thread = &first;
+  cuda_on_cpu_switch(&scheduler, first.saved);
+  current_thread = nullptr;
+  if (fault.signal != 0) report_fault();
+  end_block();
+}
+
+void Worker::end_block() {
+  if (!block_failed_) {
+    if (const SharedVariable* v = shared.damaged()) {
+      std::string declared = v->file ? format(" (declared at %s:%d)", v->file, v->line) : "";
+      fail_block(cudaErrorIllegalAddress,
+                 format("out of range: something was written just past '%s'%s, %zu bytes of shared memory; "
+                        "the check build names the line",
+                        v->declaration.name, declared.c_str(), v->declaration.bytes));
+    }
+  }
+  if (block_failed_) {  // what is on the fibers' stacks will not be continued
+    for (auto& fiber : fibers_) {
+      fiber->saved = nullptr;
+      fiber->copies.clear();
+    }
+  }
+}
+
+// ---- switching
+
+uint64_t Worker::random() {  // xorshift64
+  random_state_ ^= random_state_ << 13;
+  random_state_ ^= random_state_ >> 7;
+  random_state_ ^= random_state_ << 17;
+  return random_state_;
+}
+
+Fiber& Worker::pop() {
+  if (launch->settings.order == Order::random) {
+    unsigned pick = (ready_head_ + unsigned(random() % ready_count_)) % kMaxThreads;
+    std::swap(ready_[ready_head_], ready_[pick]);
+  }
+  unsigned rank = ready_[ready_head_];
+  ready_head_ = (ready_head_ + 1) % kMaxThreads;
+  --ready_count_;
+  return *fibers_[rank];
+}
+
+/// Leaves `me`, which waits or has returned, for a fiber that is ready.
+void Worker::switch_from(Fiber& me) {
+  if (ready_count_ == 0 && alive_ > 0) {
+    if (barrier_.arrived == alive_) {
+      release_barrier();
+    } else {
+      report_deadlock();
+      abandon(me);
+    }
+  }
+  if (ready_count_ == 0) {  // all have returned: the block is done
+    cuda_on_cpu_switch(&me.saved, scheduler);
+    return;
+  }
+  Fiber& next = pop();
+  if (&next == &me) return;
+  current_thread = &next;
+  cuda_on_cpu_switch(&me.saved, next.saved);
+}
+
+void Worker::abandon(Fiber& me) {
+  cuda_on_cpu_switch(&me.saved, scheduler);
+  __builtin_unreachable();
+}
+
+void Worker::yield() {
+  Fiber& me = running();
+  push(me.rank);
+  switch_from(me);
+}
+
+void Worker::thread_returned() {
+  Fiber& me = running();
+  if (!me.copies.empty()) land_copies(me, 0, true);
+  me.state = Fiber::State::returned;
+  --alive_;
+  Warp& warp = warps_[me.warp];
+  warp.alive &= ~(1u << me.lane);
+  // Lanes that have returned are no longer waited for; somebody may be able to go on now.
+  for (unsigned waiting = warp.waiting; waiting != 0; waiting &= warp.waiting) {
+    unsigned lane = unsigned(__builtin_ctz(waiting));
+    if (!try_complete(me.warp, *fibers_[me.warp * 32 + lane])) waiting &= waiting - 1;
+  }
+  switch_from(me);
+}
+
+// ---- __syncthreads
+
+int Worker::barrier(BarrierResult wanted, bool predicate, const char* file, int line) {
+  Fiber& me = running();
+  me.file = file;
+  me.line = line;
+  if (barrier_.arrived == 0) {
+    barrier_ = {0, 0, file, line, me.rank};
+  } else if (barrier_.line != line || std::strcmp(barrier_.file, file) != 0) {
+    const Fiber& first = *fibers_[barrier_.first];
+    fail(format("divergent __syncthreads(): thread %s waits at %s:%d, and thread %s has come to another one; "
+                "every thread of the block must reach the same barrier",
+                show(first.index).c_str(), barrier_.file, barrier_.line, show(me.index).c_str()),
+         file, line);
+  }
+  ++barrier_.arrived;
+  barrier_.votes += predicate;
+  me.state = Fiber::State::at_barrier;
+  switch_from(me);
+  switch (wanted) {
+    case BarrierResult::none: return 0;
+    case BarrierResult::any: return released_.votes > 0;
+    case BarrierResult::all: return released_.votes == released_.arrived;
+    case BarrierResult::count: return int(released_.votes);
+  }
+  return 0;
+}
+
+void Worker::release_barrier() {
+  released_ = {barrier_.arrived, barrier_.votes};
+  barrier_.arrived = 0;
+  ++phase;
+  bool reverse = launch->settings.order == Order::reverse;
+  for (unsigned k = 0; k < threads_; ++k) {
+    Fiber& fiber = *fibers_[reverse ? threads_ - 1 - k : k];
+    if (fiber.state != Fiber::State::at_barrier) continue;
+    fiber.state = Fiber::State::ready;
+    push(fiber.rank);
+  }
+}
+
+// ---- errors
+
+void Worker::fail_block(cudaError_t code, const std::string& what) {
+  block_failed_ = true;
+  launch->fail(code, what + format("\n  in kernel %s, block %s, launched at %s:%d", launch->site.kernel,
+                                   show(block.index).c_str(), launch->site.file, launch->site.line));
+}
+
+void Worker::fail(cudaError_t code, const std::string& what, const std::string& place) {
+  Fiber& me = running();
+  block_failed_ = true;
+  launch->fail(code, place + ": " + what +
+                         format("\n  in kernel %s, block %s, thread %s, launched at %s:%d", launch->site.kernel,
+                                show(block.index).c_str(), show(me.index).c_str(), launch->site.file,
+                                launch->site.line));
+  abandon(me);
+}
+
+void Worker::fail(const std::string& what, const char* file, int line) {
+  fail(cudaErrorLaunchFailure, what, format("%s:%d", file, line));
+}
+
+/// Nobody can go on. Says who waits where, in groups of neighbouring threads.
+void Worker::report_deadlock() {
+  std::string text = "deadlock: no thread of the block can go on";
+  constexpr int kMaxGroups = 8;
+  int groups = 0;
+  for (unsigned i = 0; i < threads_;) {
+    const Fiber& one = *fibers_[i];
+    unsigned j = i + 1;
+    while (j < threads_ && fibers_[j]->state == one.state &&
+           (one.state == Fiber::State::returned || fibers_[j]->line == one.line)) {
+      ++j;
+    }
+    if (++groups > kMaxGroups) {
+      text += "\n    ...";
+      break;
+    }
+    text += j == i + 1 ? format("\n    thread %u", i) : format("\n    threads %u to %u", i, j - 1);
+    if (one.state == Fiber::State::returned) {
+      text += j == i + 1 ? " has returned" : " have returned";
+    } else if (one.state == Fiber::State::at_barrier) {
+      text += format(" at __syncthreads(), %s:%d", one.file, one.line);
+    } else {
+      text += format(" at %s with mask 0x%08x, %s:%d", one.operation, one.mask, one.file, one.line);
+    }
+    i = j;
+  }
+  fail_block(cudaErrorLaunchFailure, text);
+}
+
+void Worker::report_fault() {
+  Fault seen = fault;
+  fault = Fault();
+  current_thread = seen.fiber;
+  std::string what;
+  if (seen.signal == kDivisionFault) {
+    what = "integer division by zero (a GPU would go on with a meaningless result)";
+  } else if (seen.fiber->stack.guard_contains(seen.address)) {
+    what = format("stack overflow: the local variables of a thread need more than %zu KiB", Stack::kUsable / 1024);
+  } else {
+    what = format("illegal memory access at address 0x%zx; the check build names the tensor", size_t(seen.address));
+  }
+  std::string text = show_place(seen.pc) + ": " + what +
+                     format("\n  in kernel %s, block %s, thread %s, launched at %s:%d", launch->site.kernel,
+                            show(block.index).c_str(), show(seen.fiber->index).c_str(), launch->site.file,
+                            launch->site.line);
+  current_thread = nullptr;
+  block_failed_ = true;
+  launch->fail(cudaErrorIllegalAddress, text);
+}
+
+}  // namespace cuda_on_cpu

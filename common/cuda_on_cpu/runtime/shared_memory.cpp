@@ -1,0 +1,104 @@
+#include "shared_memory.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace cuda_on_cpu {
+namespace {
+constexpr int kDynamicSite = -1;
+}
+
+SharedMemory::SharedMemory() {
+  void* memory = nullptr;
+  if (posix_memalign(&memory, 4096, kArena) != 0) throw std::bad_alloc();
+  arena_ = static_cast<char*>(memory);
+  std::memset(arena_, 0xff, kLead);
+}
+
+void SharedMemory::begin_block(size_t dynamic_bytes) {
+  for (const SharedVariable& v : variables_) {
+    if (v.site >= 0) variable_of_site_[size_t(v.site)] = -1;
+  }
+  variables_.clear();
+  static_bytes_ = 0;
+  end_ = kLead;
+  if (dynamic_bytes > 0) {
+    place(kLead, {"dynamic shared memory", dynamic_bytes, 16, 0, {}}, nullptr, 0, kDynamicSite);
+  }
+}
+
+void SharedMemory::name_dynamic(const char* name, size_t element_bytes) {
+  if (variables_.empty() || variables_[0].site != kDynamicSite) return;
+  SharedDeclaration& dynamic = variables_[0].declaration;
+  dynamic.name = name;
+  dynamic.element_bytes = element_bytes;
+  dynamic.extents[0] = dynamic.bytes / element_bytes;
+}
+
+SharedVariable& SharedMemory::place(size_t offset, const SharedDeclaration& declaration, const char* file, int line,
+                                    int site) {
+  std::memset(arena_ + offset, 0xff, declaration.bytes + kGuard);
+  end_ = offset + declaration.bytes + kGuard;
+  variables_.push_back({offset, declaration, file, line, site});
+  return variables_.back();
+}
+
+void* SharedMemory::variable(int site, const SharedDeclaration& declaration, const char* file, int line) {
+  size_t s = size_t(site);
+  if (s >= variable_of_site_.size()) variable_of_site_.resize(s + 16, -1);
+  int known = variable_of_site_[s];
+  if (known >= 0) return arena_ + variables_[size_t(known)].offset;
+
+  size_t bytes = declaration.bytes;
+  size_t offset = (end_ + declaration.alignment - 1) / declaration.alignment * declaration.alignment;
+  static_bytes_ += bytes;
+  if (bytes > kArena || offset + bytes + kGuard > kArena) return nullptr;
+  variable_of_site_[s] = int(variables_.size());
+  return arena_ + place(offset, declaration, file, line, site).offset;
+}
+
+std::string SharedVariable::element(size_t byte) const {
+  const SharedDeclaration& d = declaration;
+  std::string text = d.name;
+  if (d.element_bytes == 0) return text + " at byte " + std::to_string(byte);
+  size_t index = byte / d.element_bytes, inner = 1;
+  for (size_t extent : d.extents) inner *= extent ? extent : 1;
+  for (size_t extent : d.extents) {
+    if (extent == 0) break;
+    inner /= extent;
+    text += "[" + std::to_string(index / inner) + "]";
+    index %= inner;
+  }
+  return text;
+}
+
+const SharedVariable* SharedMemory::damaged() const {
+  auto intact = [this](size_t offset) {
+    uint64_t words[kGuard / 8], all = ~uint64_t(0);
+    std::memcpy(words, arena_ + offset, kGuard);
+    for (uint64_t word : words) all &= word;
+    return all == ~uint64_t(0);
+  };
+  for (const SharedVariable& v : variables_) {
+    if (!intact(v.end())) return &v;
+  }
+  return !variables_.empty() && !intact(kLead - kGuard) ? &variables_.front() : nullptr;
+}
+
+const SharedVariable* SharedMemory::find(size_t offset, size_t bytes) const {
+  for (const SharedVariable& v : variables_) {
+    if (offset >= v.offset && offset + bytes <= v.end()) return &v;
+  }
+  return nullptr;
+}
+
+const SharedVariable* SharedMemory::nearest(size_t offset) const {
+  const SharedVariable* best = nullptr;
+  for (const SharedVariable& v : variables_) {
+    if (v.offset <= offset && (!best || v.offset > best->offset)) best = &v;
+  }
+  return best ? best : variables_.empty() ? nullptr : &variables_.front();
+}
+
+}  // namespace cuda_on_cpu

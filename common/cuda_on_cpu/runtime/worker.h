@@ -1,0 +1,158 @@
+// A worker is one OS thread that runs blocks, one at a time; the threads of its block are fibers.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fiber.h"
+#include "launch.h"
+#include "race_check.h"
+#include "shared_memory.h"
+
+namespace cuda_on_cpu {
+
+class Worker;
+
+/// A cp.async that has been issued and not yet waited for.
+struct AsyncCopy {
+  void* target;
+  const void* source;
+  unsigned bytes, valid_bytes;  // the rest of the target is zeroed
+  unsigned group;
+};
+
+/// What all lanes of a warp agree on when they meet. `run` computes every lane's result from
+/// arguments[lane], which is null for lanes that are absent.
+using WarpFunction = void (*)(void* const* arguments, unsigned lanes);
+
+/// A thread of the block.
+struct Fiber : ThreadContext {
+  enum class State : uint8_t { ready, at_barrier, in_collective, returned };
+
+  Fiber(Worker* owner, size_t rank_) : worker(owner), stack(rank_) { rank = unsigned(rank_); }
+
+  Worker* worker;
+  Stack stack;
+  StackPointer saved = nullptr;  // null: the fiber has to be started afresh
+  State state = State::ready;
+
+  // Where it waits, for barriers and collectives.
+  const char* file = nullptr;
+  int line = 0;
+
+  // The collective it waits in.
+  const char* operation = nullptr;
+  WarpFunction run = nullptr;
+  unsigned mask = 0;
+  void* argument = nullptr;
+
+  std::vector<AsyncCopy> copies;
+  unsigned copy_group = 0;  // groups committed so far
+
+  // For the race checker: how often this lane has passed a __syncwarp, and which passings of the other
+  // lanes come before what it does now.
+  uint32_t clock = 1;
+  uint32_t seen[32] = {};
+};
+
+struct Warp {
+  unsigned alive = 0;    // lanes that have not returned
+  unsigned waiting = 0;  // lanes that wait in a collective
+};
+
+class Worker {
+ public:
+  Worker();
+  Worker(const Worker&) = delete;
+
+  /// The calling OS thread's worker, made on first use.
+  static Worker& of_this_thread();
+
+  /// Runs blocks until none is left or one has failed.
+  void run(Launch& launch);
+
+  // ---- called by a running fiber
+  Fiber& running() const { return *static_cast<Fiber*>(current_thread); }
+  int barrier(BarrierResult wanted, bool predicate, const char* file, int line);
+  void collective(const char* operation, WarpFunction run, unsigned mask, void* argument, const char* file,
+                  int line);
+  void yield();
+  void thread_returned();
+
+  /// Reports an error of the running fiber and never comes back. `place` is file:line or show_place().
+  [[noreturn]] void fail(cudaError_t code, const std::string& what, const std::string& place);
+  [[noreturn]] void fail(const std::string& what, const char* file, int line);
+
+  /// Reports an error of the block as a whole.
+  void fail_block(cudaError_t code, const std::string& what);
+
+  Warp& warp_of(const Fiber& fiber) { return warps_[fiber.warp]; }
+  Fiber& fiber(unsigned rank) { return *fibers_[rank]; }
+  unsigned threads() const { return threads_; }
+  void* shared_variable(int site, const SharedDeclaration& declaration, const char* file, int line);
+
+  // ---- for the signal handler, which can only take notes and leave
+  struct Fault {
+    int signal = 0;
+    uintptr_t address = 0;
+    const void* pc = nullptr;
+    Fiber* fiber = nullptr;
+  };
+  Fault fault;
+  StackPointer scheduler = nullptr;  // where run_block continues
+
+  Launch* launch = nullptr;
+  BlockContext block{};
+  SharedMemory shared;
+  std::unique_ptr<Cell[]> shared_cells;  // null until the first check build
+  uint32_t block_serial = 0;             // unique in the process
+  uint32_t phase = 0;                    // barriers passed by this block
+
+ private:
+  void prepare_fibers();
+  void run_block(uint64_t index);
+  uint64_t permuted(uint64_t index) const;
+  void begin_block(uint64_t index);
+  void end_block();
+  void report_fault();
+
+  void switch_from(Fiber& me);
+  [[noreturn]] void abandon(Fiber& me);
+  void release_barrier();
+  void report_deadlock();
+
+  bool try_complete(unsigned warp_index, Fiber& latest);
+  void complete(unsigned warp_index, unsigned lanes, Fiber& latest);
+  void join_clocks(unsigned warp_index, unsigned lanes);
+
+  void push(unsigned rank) { ready_[(ready_head_ + ready_count_++) % kMaxThreads] = uint16_t(rank); }
+  Fiber& pop();
+  uint64_t random();
+
+  std::vector<std::unique_ptr<Fiber>> fibers_;
+  unsigned threads_ = 0;  // of the block: fibers_ may be more
+  Warp warps_[kMaxThreads / 32];
+
+  uint16_t ready_[kMaxThreads];
+  unsigned ready_head_ = 0, ready_count_ = 0;
+  unsigned alive_ = 0;
+  bool block_failed_ = false;
+  uint64_t random_state_ = 1;
+
+  struct {
+    unsigned arrived = 0, votes = 0;
+    const char* file = nullptr;
+    int line = 0;
+    unsigned first = 0;  // rank of the thread that came first
+  } barrier_;
+  struct {
+    unsigned arrived = 0, votes = 0;
+  } released_;
+};
+
+/// Null on a thread that runs no blocks.
+extern CUDA_ON_CPU_THREAD_LOCAL Worker* this_worker;
+
+}  // namespace cuda_on_cpu

@@ -1,0 +1,269 @@
+"""``python -m common.grade``: build, check, time and record all stages, and fill in Results.md.
+
+Each stage runs in a process of its own, so that one that crashes or hangs does not take the others with
+it. What it found comes back through a file. common/records/{cpu,cuda}.json keep the last results of each
+kind of machine, and are written, like Results.md, at the very end and whole.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from common.check.record import provenance, write_atomically, write_json
+from common.check.results import (
+    POINTS,
+    ResultsError,
+    checks_passed,
+    merge,
+    render,
+    summary,
+)
+from common.check.rng import new_seed
+from common.check.suite import ROOT, Suite
+
+RESULTS = ROOT / "Results.md"
+RECORDS = ROOT / "common/records"
+BUILD_SECONDS = 600
+STAGE_SECONDS = 1800  # hangs end here; the longest stage, task 4 on a GPU, needs a few minutes
+SHOWN = 4  # measured lines of a stage in the table; Results.md has them all
+
+Show = Callable[[str], None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Grade; 0 if every stage that ran has passed, 1 if not, 2 if Results.md is broken."""
+    options = _parse(argv)
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        return _grade(options)
+    except ResultsError as error:
+        print(f"{error}. Nothing was written; put it right and run again.", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; the records and Results.md are as they were", file=sys.stderr)
+        return 130
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m common.grade", description=__doc__)
+    stages = [int(name.removeprefix("task")) for name in POINTS]
+    parser.add_argument(
+        "--stage", type=int, nargs="+", choices=stages, metavar="N", help="only these (1 to 7)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    parser.add_argument("--seed", type=int, help="random inputs of an earlier run")
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch sees no GPU here")
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options.seed = new_seed() if options.seed is None else options.seed
+    options.stages = [f"task{n}" for n in sorted(set(options.stage or stages))]
+    return options
+
+
+def _grade(options: argparse.Namespace) -> int:
+    render(_read_results(), _read_records(), ROOT)  # trouble with them before minutes of work
+    where = torch.cuda.get_device_name() if options.device == "cuda" else "the CPU, without a GPU"
+    print(f"grading {len(options.stages)} stages on {where} (--seed {options.seed})", flush=True)
+    with progress() as (show, now):
+        for stage in options.stages:
+            now(f"building {stage}")
+            _build(stage, options.device, show)
+        entries = {}
+        for number, stage in enumerate(options.stages, 1):
+            now(f"{stage} ({number} of {len(options.stages)})")
+            entries[stage] = _run_stage(stage, options, show)
+    records = _read_records()
+    record = records.setdefault(options.device, {"device": options.device, "stages": {}})
+    for stage, report in entries.items():
+        entries[stage] = merge(record["stages"].get(stage), report)
+    record["stages"].update(entries)
+    text = render(_read_results(), records, ROOT)  # read again: it may have been edited meanwhile
+    write_json(RECORDS / f"{options.device}.json", record)
+    write_atomically(RESULTS, text)
+    print_table(entries)
+    print(f"\nResults.md and common/records/{options.device}.json are up to date.")
+    return 0 if all(entry["status"] == "passed" for entry in entries.values()) else 1
+
+
+def _read_results() -> str:
+    try:
+        return RESULTS.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise ResultsError("Results.md is missing") from None
+    except UnicodeDecodeError as error:
+        raise ResultsError(f"Results.md is not UTF-8 text ({error})") from None
+
+
+def _read_records() -> dict[str, Any]:
+    records = {}
+    for path in sorted(RECORDS.glob("*.json")):
+        try:
+            records[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ResultsError(f"{path.relative_to(ROOT)} is damaged ({error})") from None
+    return records
+
+
+def _build(stage: str, device: str, show: Show) -> None:
+    """Build first, so that no check waits for a compiler; the checks report a build that fails."""
+    if not (ROOT / stage / "compile.py").exists():
+        return
+    lines: list[str] = []
+    command = ["-m", f"{stage}.compile", "--device", device]
+    if _run(command, BUILD_SECONDS, lines.append) == 0:
+        for line in lines:
+            show(line)
+    else:
+        show(f"{stage} does not build; the errors follow with its checks")
+
+
+def _run_stage(stage: str, options: argparse.Namespace, show: Show) -> dict[str, Any]:
+    """The stage's report; one made up here if it crashed or hung."""
+    said: list[str] = []
+
+    def hear(line: str) -> None:
+        said.append(line)
+        show(line)
+
+    with tempfile.TemporaryDirectory(prefix="grade-") as folder:
+        file = Path(folder) / "report.json"
+        command = ["-m", f"{stage}.test", "--device", options.device, "--seed", str(options.seed)]
+        status = _run([*command, "--report", str(file)], STAGE_SECONDS, hear)
+        try:
+            report = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError):
+            # It did not get as far as its first line: most often the answer cannot be imported.
+            suite = Suite(stage, title="", points=POINTS[stage], sources=(f"{stage}/*",))
+            report = _no_report(suite, options)
+    if report["status"] == "crashed":
+        problem = _ending(status, said)
+        report["problems"].append(problem)
+        show(f"{stage} ended early: {problem}")
+    return report
+
+
+def _no_report(suite: Suite, options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "stage": suite.name,
+        "title": "",
+        "device": options.device,
+        "status": "crashed",
+        "complete": False,
+        "groups": [],
+        "points": suite.points,
+        "earned": 0.0,
+        "fields": [],
+        "speeds": {},
+        "texts": {},
+        "problems": [],
+        "run": provenance(suite, device=options.device, seed=options.seed, root=ROOT),
+    }
+
+
+def _ending(status: int | None, said: Sequence[str]) -> str:
+    if status is None:
+        return f"stopped after {STAGE_SECONDS // 60} minutes"
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return next((line.strip() for line in reversed(said) if line.strip()), f"status {status}")
+
+
+def _run(arguments: Sequence[str], seconds: float, hear: Show) -> int | None:
+    """Run Python with these arguments; its lines go to ``hear``. Exit status, or None if it took too long."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # it and all that it starts can be ended together
+    )
+    late = threading.Event()
+
+    def too_long() -> None:
+        late.set()
+        _end(process)
+
+    timer = threading.Timer(seconds, too_long)
+    timer.start()
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            hear(line.rstrip("\n"))
+        process.wait()
+    finally:
+        timer.cancel()
+        _end(process)
+    return None if late.is_set() else process.returncode
+
+
+def _end(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextmanager
+def progress() -> Iterator[tuple[Show, Show]]:
+    """(print a line, say what runs now); the latter is a moving line on a terminal."""
+    if not sys.stdout.isatty():
+        yield (lambda line: print(line, flush=True)), (lambda text: None)
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    start = time.monotonic()
+    with console.status("") as status:
+        yield (
+            lambda line: console.print(line, soft_wrap=True),
+            lambda text: status.update(f"{text}, {time.monotonic() - start:.0f} s so far"),
+        )
+
+
+def print_table(entries: Mapping[str, Mapping[str, Any]]) -> None:
+    """Stage, device, checks, points and what was measured."""
+    rows = [("stage", "device", "checks", "points", "measured")]
+    for stage, entry in entries.items():
+        measured = list(summary(entry)) or ["-"]
+        if len(measured) > SHOWN:
+            measured[SHOWN:] = [f"and {len(measured) - SHOWN} more in Results.md"]
+        checks = checks_passed(entry)
+        if entry["status"] != "passed":
+            checks += f", {entry['status']}"
+        points = f"{entry['earned']:g} of {entry['points']:g}"
+        rows.append((stage, entry["device"], checks, points, measured[0]))
+        rows += [("", "", "", "", line) for line in measured[1:]]
+    earned = sum(entry["earned"] for entry in entries.values())
+    points = sum(entry["points"] for entry in entries.values())
+    rows.append(("total", "", "", f"{earned:g} of {points:g}", ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    print()
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)]
+        print("  ".join([*cells, row[4]]).rstrip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,508 @@
+"""The builder, in a small checkout of its own: what it says when something is wrong, and what it survives."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.build import (
+    FLOAT,
+    INT,
+    LONG,
+    STRIDES,
+    TENSOR,
+    BuildError,
+    KernelError,
+    Kernels,
+    Strides,
+    builder,
+    cli,
+    dtype_code,
+    toolchain,
+    using,
+)
+
+KERNEL = """\
+#include <cuda_runtime.h>
+#include <cstdint>
+#include "factor.cuh"
+
+__global__ void scale_kernel(const float* inp, float* out, int64_t n, float by) {
+  int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+  if (i < n) out[i] = FACTOR * by * inp[i];
+}
+
+extern "C" cudaError_t scale(const float* inp, float* out, int rows, int64_t n, float by,
+                             cudaStream_t stream) {
+  scale_kernel<<<(n + 255) / 256, 256, 0, stream>>>(inp, out, n, by);
+  return cudaGetLastError();
+}
+"""
+SLOW = "#include <regex>\n" + KERNEL  # a header that keeps a compiler busy long enough to be killed
+COMPILE = 'from common.build import compile_main\ncompile_main(__file__, "kernel.cu")\n'
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def write_kernel(folder: Path, kernel: str = KERNEL) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "factor.cuh").write_text("#pragma once\n#define FACTOR 1.0f\n")
+    (folder / "kernel.cu").write_text(kernel)
+    (folder / "compile.py").write_text(COMPILE)
+    return folder / "kernel.cu"
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """A copy of what builds kernels, with the CPU runtime."""
+    root = tmp_path_factory.mktemp("checkout")
+    for part in ("build", "cuda_on_cpu", "include"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(builder.ROOT / "common" / part, root / "common" / part, ignore=ignored)
+    (root / "common/__init__.py").touch()
+    builder.make([builder.cpu_runtime()])
+    (root / ".build").mkdir()
+    shutil.copy(builder.cpu_runtime().path, root / ".build")  # it takes seconds, and is the same
+    write_kernel(root / "warm")
+    done = compile_in(root, "warm")
+    assert done.returncode == 0, done.stderr
+    return root
+
+
+@pytest.fixture
+def task(checkout, request) -> str:
+    """The name of a fresh task folder in the checkout, with a kernel that compiles."""
+    name = re.sub(r"\W", "_", request.node.name)
+    write_kernel(checkout / name)
+    return name
+
+
+def command(name: str, *options: str) -> list[str]:
+    return [sys.executable, "-m", f"{name}.compile", "--device", "cpu", *options]
+
+
+def compile_in(root: Path, name: str, *options: str, **env: str) -> subprocess.CompletedProcess:
+    environment = os.environ | env
+    return subprocess.run(
+        command(name, *options),
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def libraries(root: Path, name: str) -> list[Path]:
+    return sorted(p for p in (root / ".build").glob(f"{name}-*") if p.suffix != ".log")
+
+
+def only_error(done: subprocess.CompletedProcess) -> str:
+    """What a failed command said; it must be that alone."""
+    assert done.returncode == 1
+    assert done.stdout == ""
+    for noise in ("Traceback", "ninja", "FAILED", "-std=c++17", ".build"):
+        assert noise not in done.stderr
+    return done.stderr
+
+
+# ---- compiling
+
+
+def test_says_what_it_built_and_then_that_it_is_up_to_date(checkout, task):
+    first, second = compile_in(checkout, task), compile_in(checkout, task)
+    assert re.fullmatch(
+        rf"{task}/kernel.cu: for the CPU by \S+ \S+, built in \d+\.\d s\n", first.stdout
+    )
+    assert re.fullmatch(rf"{task}/kernel.cu: for the CPU by \S+ \S+, up to date\n", second.stdout)
+    assert first.returncode == second.returncode == 0
+    assert first.stderr == second.stderr == ""
+
+
+def test_nothing_to_do_takes_no_time(checkout):
+    program = (
+        "import time, pathlib; from common.build import builder; import common.cuda_on_cpu; t = time.time();"
+        "builder.build([pathlib.Path('warm/kernel.cu')]); print(time.time() - t)"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", program], cwd=checkout, capture_output=True)
+        for _ in range(3)
+    ]
+    assert min(float(run.stdout) for run in runs) < 0.2
+
+
+def test_compiling_does_not_import_torch(checkout):
+    program = "import sys, common.build, common.cuda_on_cpu; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=checkout).returncode == 0
+
+
+def test_a_broken_kernel_shows_the_compilers_words_and_the_students_line(checkout, task):
+    write_kernel(checkout / task, KERNEL.replace("by * inp[i]", "bye * inp[i]"))
+    said = only_error(compile_in(checkout, task))
+    assert f"{task}/kernel.cu:7:" in said
+    assert "bye" in said
+    assert not libraries(checkout, task)
+
+
+def test_a_broken_header_is_named(checkout, task):
+    (checkout / task / "factor.cuh").write_text("#pragma once\n#define FACTOR 1.0f\nint = 3;\n")
+    assert f"{task}/factor.cuh:3:" in only_error(compile_in(checkout, task))
+
+
+def test_one_that_compiles_is_there_although_another_does_not(tmp_path):
+    good, bad = write_kernel(tmp_path / "good"), write_kernel(tmp_path / "bad", KERNEL + "oops\n")
+    with pytest.raises(BuildError, match=r"bad/kernel\.cu:\d+"):
+        builder.build([bad, good])
+    assert builder.plan(good, "cpu").path.exists()
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc on PATH")
+def test_a_kernel_broken_for_the_gpu_alone(checkout, task):
+    write_kernel(checkout / task, KERNEL.replace("by * inp[i]", "bye * inp[i]"))
+    done = subprocess.run(
+        [sys.executable, "-m", f"{task}.compile", "--arch", "90a"],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+    )
+    assert f'{task}/kernel.cu(7): error: identifier "bye" is undefined' in only_error(done)
+
+
+def test_the_name_follows_sources_headers_and_flags(tmp_path):
+    source = write_kernel(tmp_path / "named")
+    names = {builder.plan(source, "cpu").path, builder.plan(source, "cpu", check=True).path}
+    (source.parent / "factor.cuh").write_text("#pragma once\n#include <inner.cuh>\n")
+    (source.parent / "inner.cuh").write_text("#define FACTOR 2.0f\n")
+    names.add(builder.plan(source, "cpu").path)
+    (source.parent / "inner.cuh").write_text("#define FACTOR 3.0f\n")
+    names.add(builder.plan(source, "cpu").path)
+    (source.parent / "unrelated.cuh").write_text("#define FACTOR 4.0f\n")
+    names.add(builder.plan(source, "cpu").path)
+    assert len(names) == 4
+
+
+def test_old_builds_are_removed_but_none_that_was_just_used(checkout, task):
+    assert compile_in(checkout, task).returncode == 0
+    (library,) = libraries(checkout, task)
+    for i in range(2 * builder.KEEP):
+        other = library.with_name(re.sub(r"[0-9a-f]{16}", f"{i:016x}", library.name))
+        other.touch()
+        if i % 2:
+            os.utime(other, (1e9 + i, 1e9 + i))
+    write_kernel(checkout / task, KERNEL + "// edited\n")
+    assert compile_in(checkout, task).returncode == 0
+    left = libraries(checkout, task)
+    assert library in left
+    assert len(left) == builder.KEEP + 2
+
+
+# ---- being killed, being two, being moved
+
+
+def test_killed_at_any_moment_and_built_again(checkout, task):
+    for seconds in (0.1, 0.2, 0.3, 0.5):
+        write_kernel(checkout / task, KERNEL + f"// {seconds}\n")
+        with subprocess.Popen(
+            command(task), cwd=checkout, stdout=subprocess.DEVNULL, start_new_session=True
+        ) as process:
+            time.sleep(seconds)
+            os.killpg(process.pid, signal.SIGKILL)
+        for library in libraries(checkout, task):
+            assert "scale" in launchers_in(library)  # a whole one or none
+        done = compile_in(checkout, task)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_killed_while_the_compiler_runs(checkout, task):
+    write_kernel(checkout / task, SLOW)
+    before = work_folders(checkout)
+    with subprocess.Popen(
+        command(task), cwd=checkout, stdout=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        wait_for(lambda: [f for f in work_folders(checkout) - before if list(f.glob("*.log"))])
+        os.killpg(process.pid, signal.SIGKILL)
+    assert not libraries(checkout, task)
+    assert work_folders(checkout) - before  # what is left of it is in nobody's way
+    assert "built in" in compile_in(checkout, task).stdout
+
+
+def test_only_python_killed_while_the_compiler_runs_on(checkout, task):
+    before = work_folders(checkout)
+    with subprocess.Popen(command(task), cwd=checkout, stdout=subprocess.DEVNULL) as process:
+        wait_for(lambda: [f for f in work_folders(checkout) - before if list(f.glob("*.log"))])
+        process.kill()
+    assert compile_in(checkout, task).returncode == 0
+    wait_for(lambda: libraries(checkout, task))
+    assert "scale" in launchers_in(libraries(checkout, task)[0])
+
+
+def test_the_folder_of_a_killed_build_is_swept_up_later(checkout, task):
+    old, young = checkout / ".build/work-old", checkout / ".build/work-young"
+    old.mkdir()
+    young.mkdir()
+    os.utime(old, (1e9, 1e9))
+    assert compile_in(checkout, task).returncode == 0
+    assert not old.exists()
+    assert young.exists()
+    young.rmdir()
+
+
+def test_two_builds_at_once(checkout, task):
+    before = work_folders(checkout)
+    both = [
+        subprocess.Popen(
+            command(task), cwd=checkout, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert len(libraries(checkout, task)) == 1
+    assert work_folders(checkout) == before
+    assert "scale" in launchers_in(libraries(checkout, task)[0])
+
+
+def test_a_moved_checkout_works_and_has_nothing_to_do(checkout, tmp_path):
+    moved = tmp_path / "with a space"
+    shutil.copytree(checkout, moved)
+    shutil.move(checkout / ".build", checkout / ".gone")  # the copy must not lean on the original
+    try:
+        assert "up to date" in compile_in(moved, "warm").stdout
+        assert "scale" in launchers_in(libraries(moved, "warm")[0])
+        write_kernel(moved / "new")
+        assert compile_in(moved, "new").returncode == 0
+        assert not (checkout / ".build").exists()
+    finally:
+        shutil.move(checkout / ".gone", checkout / ".build")
+
+
+def work_folders(root: Path) -> set[Path]:
+    return set((root / ".build").glob("work-*"))
+
+
+def launchers_in(library: Path) -> list[str]:
+    """The launcher, if the library is whole: found out in a process of its own, which half a one may kill."""
+    program = f"import ctypes; ctypes.CDLL({str(library)!r}).scale; print('scale')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    return done.stdout.split()
+
+
+def wait_for(condition, seconds: float = 60) -> None:
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end
+        time.sleep(0.02)
+
+
+# ---- nothing to build with
+
+
+def test_no_compiler(checkout, task):
+    said = only_error(compile_in(checkout, task, PATH="/nowhere", CXX=""))
+    assert said.startswith("no C++ compiler found: looked for ")
+    assert said.count("\n") == 1
+
+
+def test_cxx_that_does_not_run(checkout, task):
+    assert "CXX names '/nowhere/g++'" in only_error(compile_in(checkout, task, CXX="/nowhere/g++"))
+
+
+def test_no_ninja(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match="pip install ninja"):
+        toolchain.find_ninja()
+
+
+@pytest.fixture
+def fake_nvcc(monkeypatch, tmp_path):
+    """Makes an nvcc of a given version that builds for given architectures the only one there is."""
+
+    def make(version: str, *architectures: int) -> None:
+        known = "\\n".join(f"compute_{a}" for a in architectures)
+        nvcc = tmp_path / "nvcc"
+        nvcc.write_text(
+            "#!/bin/sh\n"
+            f'case $1 in --version) echo "Cuda compilation tools, release {version}, V{version}.1";;\n'
+            f'--list-gpu-arch) printf "{known}\\n";; *) exit 1;; esac\n'
+        )
+        nvcc.chmod(0o755)
+        monkeypatch.setenv("NVCC", str(nvcc))
+        toolchain.nvcc_for.cache_clear()
+
+    yield make
+    toolchain.nvcc_for.cache_clear()
+
+
+def test_nvcc_too_old_for_the_gpu(fake_nvcc):
+    fake_nvcc("11.4", 70, 75, 80)
+    with pytest.raises(
+        BuildError, match=r"nvcc 11\.4\.1 .* is too old for sm_90a: it builds for sm_70 to sm_80"
+    ):
+        toolchain.nvcc_for("sm_90a")
+    assert toolchain.nvcc_for("sm_80").version == (11, 4)
+
+
+def test_driver_too_old_for_nvcc(fake_nvcc):
+    fake_nvcc("13.0", 80, 90)
+    with pytest.raises(BuildError, match=r"driver is too old for nvcc 13\.0\.1.*up to CUDA 12\.4"):
+        toolchain.nvcc_for("sm_90a", (12, 4))
+    assert toolchain.nvcc_for("sm_90a", (13, 2)).version == (13, 0)
+
+
+@pytest.mark.parametrize("arch", ["hopper", "sm_9", "sm_80a", "sm_999"])
+def test_unknown_architecture(fake_nvcc, arch):
+    fake_nvcc("13.0", 80, 90)
+    with pytest.raises(BuildError, match=arch):
+        toolchain.nvcc_for(toolchain.normal_arch(arch))
+
+
+def test_architecture_of_a_gpu():
+    names = [toolchain.arch_of(c) for c in ((7, 5), (8, 0), (9, 0), (10, 0), (12, 0))]
+    assert names == ["sm_75", "sm_80", "sm_90a", "sm_100a", "sm_120a"]
+
+
+def test_registers_and_spills_from_what_ptxas_says():
+    said = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z1kPf' for 'sm_90a'
+ptxas info    : Function properties for _Z1kPf
+    8 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 8192 bytes smem, 400 bytes cmem[0]
+kernel.cu(3): warning #177-D: variable "x" was declared but never referenced
+"""
+    (line,) = cli.resources(said)
+    assert line.endswith(
+        ": 40 registers, 8192 B static shared memory, spills 16 B stored, 24 B loaded"
+    )
+    assert builder.readable(said).startswith("kernel.cu(3): warning")
+
+
+# ---- launching
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory) -> Kernels:
+    source = write_kernel(tmp_path_factory.mktemp("launched"))
+    return Kernels(str(source), "kernel.cu", scale=(TENSOR, TENSOR, INT, LONG, FLOAT))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_launch(kernels, device):
+    inp = torch.randn(1000, device=device)
+    out = torch.empty_like(inp)
+    kernels.launch("scale", inp=inp, out=out, rows=1, n=1000, by=2.0)
+    assert torch.equal(out, 2 * inp)
+    kernels.launch("scale", by=-1, n=1000, rows=1, out=out, inp=inp)  # keywords: any order
+    assert torch.equal(out, -inp)
+
+
+def test_launch_in_the_check_build(kernels):
+    inp = torch.randn(1000)
+    out = torch.empty_like(inp)
+    with using(check=True, order="reverse", eager_copies=True):
+        kernels.launch("scale", inp=inp, out=out, rows=1, n=1000, by=2.0)
+        assert torch.equal(out, 2 * inp)
+        with pytest.raises(KernelError, match="out"):
+            kernels.launch("scale", inp=inp, out=out[:999], rows=1, n=1000, by=2.0)
+    kernels.launch("scale", inp=inp, out=out, rows=1, n=1000, by=3.0)  # the next launch is clean
+    assert torch.equal(out, 3 * inp)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_error_of_the_launch_is_raised(kernels, device):
+    inp = torch.randn(8, device=device)
+    with pytest.raises(KernelError, match="(?i)invalid"):
+        kernels.launch(
+            "scale", inp=inp, out=torch.empty_like(inp), rows=1, n=0, by=2.0
+        )  # a grid of 0 blocks
+    kernels.launch("scale", inp=inp, out=inp, rows=1, n=8, by=1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"by": None}, TypeError, "by must be FLOAT; got NoneType"),
+        ({"n": 2.5}, TypeError, "n must be LONG; got float 2.5"),
+        ({"rows": "3"}, TypeError, "rows must be INT; got str '3'"),
+        ({"rows": 2**31}, ValueError, "rows must fit 32 bits"),
+        ({"out": 7}, TypeError, "out must be TENSOR; got int 7"),
+        ({"more": 1}, TypeError, "not known more. It takes inp, out, rows, n, by"),
+        ({"by": ...}, TypeError, "missing by"),
+        ({"out": torch.empty(4, device="meta")}, ValueError, "inp on cpu, out on meta"),
+        ({"inp": torch.empty(4, device="meta")}, ValueError, "run on cpu and cuda tensors"),
+        ({"inp": ..., "out": ...}, TypeError, "none of the arguments is a tensor"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit(kernels, change, error, words):
+    arguments = {
+        "inp": torch.zeros(4),
+        "out": torch.full((4,), 5.0),
+        "rows": 1,
+        "n": 4,
+        "by": 1.0,
+    } | change
+    out = arguments["out"]
+    with pytest.raises(error, match=re.escape(words)):
+        kernels.launch("scale", **{k: v for k, v in arguments.items() if v is not ...})
+    if isinstance(out, torch.Tensor) and out.device.type == "cpu":
+        assert (out == 5).all()  # nothing ran
+
+
+def test_a_launcher_that_is_not_there(kernels):
+    with pytest.raises(TypeError, match="no launcher 'shrink'; it has scale"):
+        kernels.launch("shrink", inp=torch.zeros(1))
+
+
+def test_types_in_python_are_compared_with_those_in_the_source(kernels):
+    wrong = Kernels(str(kernels.source), "kernel.cu", scale=(TENSOR, TENSOR, LONG, LONG, FLOAT))
+    with pytest.raises(TypeError, match=r"rows is INT in kernel\.cu, but LONG in Python"):
+        wrong.launch("scale", inp=torch.zeros(4), out=torch.zeros(4), rows=1, n=4, by=1.0)
+    short = Kernels(str(kernels.source), "kernel.cu", scale=(TENSOR, TENSOR, INT))
+    with pytest.raises(TypeError, match="takes 5 arguments and a stream"):
+        short.launch("scale", inp=torch.zeros(4), out=torch.zeros(4), rows=1)
+
+
+def test_strides_reach_the_kernel_by_value(tmp_path):
+    (tmp_path / "strides.cu").write_text(
+        '#include "tensor.cuh"\n'
+        "__global__ void write(float* out, Strides s) {\n"
+        "  out[0] = s.batch, out[1] = s.row, out[2] = s.head;\n"
+        "}\n"
+        'extern "C" cudaError_t show(float* out, const void* none, Strides s, cudaStream_t stream) {\n'
+        "  if (none != nullptr) return cudaErrorInvalidValue;\n"
+        "  write<<<1, 1, 0, stream>>>(out, s);\n"
+        "  return cudaGetLastError();\n"
+        "}\n"
+    )
+    show = Kernels(str(tmp_path / "x.py"), "strides.cu", show=(TENSOR, TENSOR, STRIDES))
+    view = torch.empty(2, 3, 4, 5).transpose(1, 2)
+    out = torch.zeros(3)
+    show.launch("show", out=out, none=None, s=Strides.of(view))
+    assert out.tolist() == [60, 5, 20]
+    with pytest.raises(TypeError, match="s must be STRIDES; got tuple"):
+        show.launch("show", out=out, none=None, s=(60, 5, 20))
+
+
+def test_a_launch_whose_kernel_does_not_compile(tmp_path):
+    source = write_kernel(tmp_path / "broken", KERNEL + "oops\n")
+    with pytest.raises(BuildError, match=r"kernel\.cu:15:1: error"):
+        Kernels(str(source), "kernel.cu", scale=(TENSOR,)).launch("scale", inp=torch.zeros(1))
+
+
+def test_using_refuses_an_unknown_order():
+    with pytest.raises(ValueError, match="forward, reverse, random"), using(order="sideways"):
+        pass
+
+
+def test_dtype_codes():
+    assert [dtype_code(d) for d in (torch.float32, torch.float16, torch.bfloat16)] == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"torch\.int32"):
+        dtype_code(torch.int32)

@@ -1,0 +1,92 @@
+"""Each kernel on the same inputs, by the CPU layer and by the GPU, in one run."""
+
+import pytest
+import torch
+
+from common.check import Rng, assert_close
+from common.check.attention import attention_float64, attention_pytorch
+from common.check.rng import new_seed
+from task2 import attention as task2
+from task4.attention import TILES, flash_attention
+from task5.attention import flash_attention_decode, update_kv_cache
+
+SEED = new_seed()
+
+
+def softmax(rng, device):
+    x = rng.randn(5, 300, scale=3.0)
+    return task2.test_batched_softmax(x.to(device), -1), x.double().softmax(-1), x.softmax(-1)
+
+
+def gemm_nt(rng, device):
+    a, b = rng.randn(2, 40, 50), rng.randn(2, 33, 50)
+    return task2.test_batched_GEMM_NT(a.to(device), b.to(device)), a.double() @ b.double().mT, a @ b.mT
+
+
+def gemm_nn(rng, device):
+    a, b = rng.randn(2, 40, 50), rng.randn(2, 50, 33)
+    return task2.test_batched_GEMM_NN(a.to(device), b.to(device)), a.double() @ b.double(), a @ b
+
+
+def naive_attention(rng, device):
+    q, k, v = (rng.randn(2, 40, 2 * 32) for _ in range(3))
+    got = task2.custom_attention(*(t.to(device) for t in (q, k, v)), 2, causal=True)
+    heads = [t.unflatten(-1, (2, 32)) for t in (q, k, v)]
+    truth, pytorch = (f(*heads, causal=True).flatten(2) for f in (attention_float64, attention_pytorch))
+    return got, truth, pytorch
+
+
+def _flash(rng, device, d, tile, dtype=torch.float32):
+    q, k, v = (rng.randn(1, 140, 2, d, dtype=dtype) for _ in range(3))
+    got = flash_attention(*(t.to(device) for t in (q, k, v)), causal=True, tile=tile)
+    return got, attention_float64(q, k, v, causal=True), attention_pytorch(q, k, v, causal=True)
+
+
+def _decode(rng, device, num_splits, dtype=torch.float32):
+    q, k, v = (rng.randn(2, n, 2, 64, dtype=dtype) for n in (1, 100, 100))
+    got = flash_attention_decode(*(t.to(device) for t in (q, k, v)), num_splits=num_splits)
+    return got, attention_float64(q, k, v), attention_pytorch(q, k, v)
+
+
+def cache_update(rng, device):
+    caches = [rng.randn(2, 20, 64) for _ in range(2)]
+    new = [rng.randn(2, 3, 64) for _ in range(2)]
+    on_device = [t.to(device, copy=True) for t in caches]
+    update_kv_cache(*on_device, *(t.to(device) for t in new), 7)
+    for cache, rows in zip(caches, new, strict=True):
+        cache[:, 7:10] = rows
+    truth = torch.stack(caches)
+    return torch.stack(on_device), truth.double(), truth
+
+
+KERNELS = {
+    "task2 softmax": softmax,
+    "task2 GEMM_NT": gemm_nt,
+    "task2 GEMM_NN": gemm_nn,
+    "task2 attention": naive_attention,
+    **{
+        f"task4 {B_r} x {B_c}, head_dim {d}": lambda rng, device, d=d, tile=(B_r, B_c): _flash(rng, device, d, tile)
+        for d in TILES
+        for B_r, B_c in TILES[d]
+    },
+    "task4 float16": lambda rng, device: _flash(rng, device, 64, None, torch.float16),
+    "task4 bfloat16": lambda rng, device: _flash(rng, device, 128, None, torch.bfloat16),
+    "task5 cache update": cache_update,
+    "task5 decode": lambda rng, device: _decode(rng, device, 1),
+    "task5 decode, 3 splits": lambda rng, device: _decode(rng, device, 3),
+    "task5 decode, bfloat16": lambda rng, device: _decode(rng, device, 1, torch.bfloat16),
+}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", KERNELS)
+def test_cpu_and_gpu_give_the_same(name, record_property):
+    results = []
+    for device in ("cpu", "cuda"):
+        got, truth, pytorch = KERNELS[name](Rng(SEED, "cpu", name), device)
+        axes = [f"axis {i}" for i in range(truth.dim())]
+        assert_close(got.cpu(), truth, pytorch, axes=axes)
+        results.append(got.cpu().double())
+    difference = (results[0] - results[1]).abs().max().item()
+    record_property("largest difference between CPU and GPU", difference)
+    print(f"{name}: largest difference between CPU and GPU {difference:.3g}")

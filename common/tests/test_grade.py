@@ -1,0 +1,339 @@
+"""Grading: stages that crash or hang, records that are kept, Results.md that is only filled in."""
+
+import json
+import os
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from common import grade
+from common.check.record import sources_hash
+from common.check.results import POINTS, ResultsError, merge, render
+from common.check.suite import ROOT
+
+FORM = "# My results\nName: Ada\n" + "".join(
+    f"## {name}\n<!-- grade: {name} -->\nNot run yet.\n<!-- end: {name} -->\nnote on {name}\n"
+    for name in ("stages", "task4", "task5", "task6", "task7", "machines")
+)
+
+MACHINE = {"cpu": "a CPU", "cores": 2, "system": "Linux", "python": "3.11.9", "torch": "2.13.0"}
+GPU = MACHINE | {"gpu": "NVIDIA H200", "driver": "580", "cuda": "13.0"}
+
+
+def make_report(
+    stage: str,
+    device: str,
+    *,
+    root: Path | None = None,
+    date: str = "2026-01-01",
+    **changes: object,
+) -> dict:
+    """A report as a stage writes it."""
+    patterns = [f"{stage}/attention.py"]
+    digest = sources_hash(patterns, root) if root else "0" * 64
+    run = {
+        "date": f"{date}T00:00:00Z",
+        "seed": 1,
+        "commit": "abc123",
+        "dirty": False,
+        "sources": {"patterns": patterns, "sha256": digest},
+        "machine": GPU if device == "cuda" else MACHINE,
+    }
+    group = {"name": "attention", "passed": 3, "total": 3, "seconds": 1.0, "status": "passed"}
+    report = {
+        "stage": stage,
+        "title": "a stage",
+        "device": device,
+        "status": "passed",
+        "complete": True,
+        "groups": [group],
+        "points": POINTS[stage],
+        "earned": POINTS[stage],
+        "fields": ["layer", "attention alone"],
+        "speeds": {},
+        "texts": {},
+        "problems": [],
+        "run": run,
+    }
+    return report | changes
+
+
+def make_speed(ms: float = 2.0) -> dict:
+    timing = {"median_ms": ms, "p10_ms": ms, "p90_ms": ms, "n": 9}
+    return {
+        "shape": "B4",
+        "dtype": "float32",
+        "ours": timing,
+        "baselines": {"SDPA": timing},
+        "speedups": {"SDPA": 1.0},
+        "note": "",
+        "tflops": 20.0,
+        "tflops_share": 0.4,
+    }
+
+
+def records(**stages: dict) -> dict:
+    found: dict = {}
+    for report in stages.values():
+        device = found.setdefault(report["device"], {"device": report["device"], "stages": {}})
+        device["stages"][report["stage"]] = report
+    return found
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout with a form, and no stages yet."""
+    monkeypatch.setattr(grade, "ROOT", tmp_path)
+    monkeypatch.setattr(grade, "RESULTS", tmp_path / "Results.md")
+    monkeypatch.setattr(grade, "RECORDS", tmp_path / "common/records")
+    (tmp_path / "Results.md").write_text(FORM)
+    return tmp_path
+
+
+def add_stage(checkout: Path, stage: str, body: str = "pass", **changes: object) -> None:
+    """A stage whose test writes a ready-made report after ``body``."""
+    folder = checkout / stage
+    folder.mkdir()
+    (folder / "attention.py").write_text("answer = 42\n")
+    report = json.dumps(make_report(stage, "cpu", root=checkout, **changes))
+    (folder / "test.py").write_text(
+        "import os, pathlib, sys, time\n"
+        "file = pathlib.Path(sys.argv[sys.argv.index('--report') + 1])\n"
+        f"{textwrap.dedent(body)}\n"
+        f"file.write_text({report!r})\n"
+        f"print('{stage} has run', *sys.argv[1:5])\n"
+    )
+
+
+def run(*arguments: str) -> int:
+    return grade.main(["--device", "cpu", *arguments])
+
+
+# Grading -----------------------------------------------------------------------------------------
+
+
+def test_stages_run_and_the_form_is_filled(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_stage(checkout, "task1")
+    add_stage(checkout, "task7", texts={"generated text": "Once upon a time"})
+    assert run("--stage", "7", "1", "--seed", "5") == 0
+    out = capsys.readouterr().out
+    assert "task1 has run --device cpu --seed 5" in out
+    table = [" ".join(line.split()) for line in out.splitlines()]
+    assert "task1 cpu 3 of 3 2 of 2 speed: needs a GPU" in table
+    assert "total 3 of 3" in table
+    assert "task7 cpu 3 of 3 1 of 1 generated text: Once upon a time" in table
+    record = json.loads((checkout / "common/records/cpu.json").read_text())
+    assert set(record["stages"]) == {"task1", "task7"}
+    form = (checkout / "Results.md").read_text()
+    assert "| task1 | 3 of 3 | not run | 2 of 2 |" in form
+    assert "**3 of 20**" in form and "> Once upon a time" in form and "Name: Ada" in form
+
+
+def test_a_stage_that_crashes_hangs_or_fails_does_not_end_the_others(
+    checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grade, "STAGE_SECONDS", 2)
+    add_stage(checkout, "task1", "print('hello'); os.kill(os.getpid(), 11)")
+    add_stage(checkout, "task2", "import nowhere")
+    hang = (
+        "import subprocess; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    )
+    add_stage(checkout, "task3", hang)
+    add_stage(checkout, "task4", status="failed", earned=0)
+    add_stage(checkout, "task5")
+    started = time.monotonic()
+    assert run("--stage", "1", "2", "3", "4", "5") == 1
+    assert time.monotonic() - started < 20
+    out = capsys.readouterr().out
+    assert "task1 ended early: killed by SIGSEGV" in out
+    assert "task2 ended early: ModuleNotFoundError: No module named 'nowhere'" in out
+    assert "task3 ended early: stopped after" in out
+    form = (checkout / "Results.md").read_text()
+    assert "| task1 | crashed | not run | 0 of 2 |" in form
+    assert "| task5 | 3 of 3 | not run | 4 of 4 |" in form
+
+
+def test_builds_come_first(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for stage, status in (("task2", 0), ("task4", 1)):
+        add_stage(checkout, stage)
+        (checkout / stage / "compile.py").write_text(
+            f"import sys; print('compiling {stage}', *sys.argv[1:]); sys.exit({status})"
+        )
+    assert run("--stage", "2", "4") == 0
+    out = capsys.readouterr().out
+    assert out.index("compiling task2 --device cpu") < out.index("task2 has run")
+    assert "task4 does not build" in out and "compiling task4" not in out
+
+
+def test_ctrl_c_changes_nothing(
+    checkout: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_stage(checkout, "task1")
+    assert run("--stage", "1") == 0
+    before = {p: p.read_bytes() for p in checkout.rglob("*") if p.is_file()}
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(grade, "_run_stage", interrupted)
+    assert run("--stage", "1") == 130
+    assert "as they were" in capsys.readouterr().err
+    assert before == {p: p.read_bytes() for p in checkout.rglob("*") if p.is_file()}
+
+
+def test_an_interrupted_child_is_ended_with_all_it_started(checkout: Path) -> None:
+    (checkout / "sleeper.py").write_text(
+        "import os, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()\n"
+    )
+    pids: list[int] = []
+
+    def hear(line: str) -> None:
+        pids.append(int(line))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        grade._run(["-m", "sleeper"], 30, hear)
+    for _ in range(100):
+        if not _alive(pids[0]):
+            return
+        time.sleep(0.05)
+    raise AssertionError("its child is still running")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    # Killed but not yet collected by the init process counts as ended.
+    return not (stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] == "Z")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (("<!-- grade: task5 -->\n", ""), "line 15: <!-- end: task5 --> ends what was not begun"),
+        (("<!-- end: task5 -->\n", ""), "<!-- grade: task6 --> comes before the end of task5"),
+        (("<!-- end: machines -->\n", ""), "<!-- end: machines --> is missing"),
+        (("task5 -->", "task55 -->"), "names no section"),
+        (("note on task5", "<!-- grade: task5 -->\n<!-- end: task5 -->"), "is there twice"),
+        ((FORM[FORM.index("## machines") :], ""), "the marker <!-- grade: machines --> is missing"),
+    ],
+)
+def test_broken_markers_are_told_before_anything_runs(
+    checkout: Path, capsys: pytest.CaptureFixture[str], damage: tuple[str, str], words: str
+) -> None:
+    add_stage(checkout, "task1")
+    broken = FORM.replace(*damage)
+    (checkout / "Results.md").write_text(broken)
+    assert run("--stage", "1") == 2
+    said = capsys.readouterr()
+    assert words in said.err and "Nothing was written" in said.err and "has run" not in said.out
+    assert (checkout / "Results.md").read_text() == broken
+    assert not (checkout / "common/records").exists()
+
+
+def test_a_missing_form_and_a_damaged_record(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkout / "common/records").mkdir(parents=True)
+    (checkout / "common/records/cuda.json").write_text("{")
+    assert run("--stage", "1") == 2
+    assert "common/records/cuda.json is damaged" in capsys.readouterr().err
+    (checkout / "Results.md").unlink()
+    assert run("--stage", "1") == 2
+    assert "Results.md is missing" in capsys.readouterr().err
+
+
+# Records and Results.md --------------------------------------------------------------------------
+
+
+def test_a_run_replaces_only_what_it_measured() -> None:
+    first = merge(
+        None,
+        make_report(
+            "task4", "cuda", speeds={"layer": make_speed(2), "attention alone": make_speed(1)}
+        ),
+    )
+    assert first["speeds"]["layer"]["run"]["date"].startswith("2026-01-01")
+    # one measurement ran out of memory, say
+    second = merge(
+        first, make_report("task4", "cuda", date="2026-02-02", speeds={"layer": make_speed(3)})
+    )
+    assert second["speeds"]["layer"]["ours"]["median_ms"] == 3
+    assert second["speeds"]["layer"]["run"]["date"].startswith("2026-02-02")
+    assert second["speeds"]["attention alone"]["run"]["date"].startswith("2026-01-01")
+    # what is no longer measured goes; a run that crashed takes nothing away
+    third = merge(second, make_report("task4", "cuda", fields=["layer"]))
+    assert set(third["speeds"]) == {"layer"}
+    crashed = merge(second, make_report("task4", "cuda", fields=[], status="crashed", groups=[]))
+    assert set(crashed["speeds"]) == {"layer", "attention alone"}
+
+
+def test_gpu_figures_stay_and_are_marked_stale(tmp_path: Path) -> None:
+    (tmp_path / "task4").mkdir()
+    source = tmp_path / "task4/attention.py"
+    source.write_text("first")
+    cuda = merge(None, make_report("task4", "cuda", root=tmp_path, speeds={"layer": make_speed(2)}))
+    fresh = render(FORM, records(cuda=cuda), tmp_path)
+    assert "| layer<br>B4, float32 | 2 ms (2-2, n 9) | 20 TFLOP/s, 40% of the ceiling |" in fresh
+    assert "**1.00x** SDPA" in fresh and "| attention alone | needs a GPU |" in fresh
+    assert "[1] 2026-01-01T00:00:00Z, commit abc123, NVIDIA H200 (driver 580, CUDA 13.0)" in fresh
+    assert "stale" not in fresh.lower() and "| task4 | not run | 3 of 3 | 4 of 4 |" in fresh
+
+    source.write_text("second")
+    cpu = merge(None, make_report("task4", "cpu", root=tmp_path, earned=2))
+    later = render(fresh, records(cuda=cuda, cpu=cpu), tmp_path)
+    assert "| layer<br>B4, float32 | 2 ms" in later and "[1, **stale**]" in later
+    assert "| task4 | 3 of 3 | 3 of 3, **stale**: sources changed since | 2 of 4 |" in later
+
+
+def test_the_lower_of_two_machines_counts(tmp_path: Path) -> None:
+    cpu = make_report("task4", "cpu", root=tmp_path, earned=4)
+    cuda = make_report("task4", "cuda", root=tmp_path, earned=2, status="failed")
+    assert "| 2 of 4 |" in render(FORM, records(cpu=cpu, cuda=cuda), tmp_path)
+
+
+def test_what_the_student_wrote_survives(tmp_path: Path) -> None:
+    form = FORM.replace("note on task5", "My **own** note, é, <!-- a comment -->, `<x>`")
+    once = render(form, {}, tmp_path)
+    assert "My **own** note, é, <!-- a comment -->, `<x>`" in once
+    again = render(once, records(a=make_report("task5", "cpu", root=tmp_path)), tmp_path)
+    assert _outside(again) == _outside(form)
+    windows = form.replace("\n", "\r\n")
+    assert "\n" not in render(windows, {}, tmp_path).replace("\r\n", "")
+
+
+def _outside(text: str) -> list[str]:
+    inside, kept = False, []
+    for line in text.splitlines():
+        inside = (inside or line.startswith("<!-- grade")) and not line.startswith("<!-- end")
+        if not inside:
+            kept.append(line)
+    return kept
+
+
+def test_a_generated_text_cannot_break_the_form(tmp_path: Path) -> None:
+    report = make_report("task7", "cpu", root=tmp_path, fields=[])
+    report["texts"] = {"generated text": "<!-- end: task7 -->\n| a | b"}
+    filled = render(FORM, records(a=merge(None, report)), tmp_path)
+    render(filled, {}, tmp_path)
+    assert "> <\\!-- end: task7 -->\n> | a | b" in filled
+
+
+def test_the_real_form_is_whole() -> None:
+    text = (ROOT / "Results.md").read_text(encoding="utf-8")
+    try:
+        render(text, {}, ROOT)
+    except ResultsError as error:
+        raise AssertionError(str(error)) from None
+    assert sum(POINTS.values()) == 20 and sys.version_info >= (3, 11)

@@ -1,0 +1,1 @@
+pytest_plugins = ["common.check.pytest_plugin"]

@@ -1,0 +1,232 @@
+"""Task 1's checks: python -m task1.test [--attention] [--causal]"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from common.check import Case, Rng, Suite, assert_close
+from task1.attention import CustomSelfAttention
+
+suite = Suite(
+    "task1",
+    title="naive multi-head attention in PyTorch",
+    points=2,
+    sources=("task1/attention.py", "common/layer.py"),
+)
+
+AXES = ("batch", "row", "column")
+ONE = {"batch": 2, "seq": 17, "heads": 4, "head_dim": 16, "dtype": torch.float32}
+
+CASES = [
+    Case("a first look", why="everything small and even", **ONE | {"seq": 16}),
+    Case("one token", why="softmax over a single key gives 1, so o is v", **ONE | {"seq": 1}),
+    Case(
+        "ragged", why="no size is a power of two", **ONE | {"batch": 3, "seq": 37, "head_dim": 20}
+    ),
+    Case("one sequence", why="batch 1 must not lose its dimension", **ONE | {"batch": 1}),
+    Case("one head", why="heads are then not to be seen at all", **ONE | {"heads": 1}),
+    Case(
+        "many heads", why="more heads than tokens", **ONE | {"heads": 24, "seq": 7, "head_dim": 4}
+    ),
+    Case("heads of width 1", why="head_dim 1: the scale is 1", **ONE | {"head_dim": 1, "heads": 8}),
+    Case("long", why="sums over 300 keys", **ONE | {"seq": 300, "batch": 1, "head_dim": 64}),
+    Case(
+        "large magnitudes", why="exp overflows unless the maximum is subtracted", **ONE, scale=12.0
+    ),
+    Case(
+        "equal rows", why="all scores equal: every key gets the same weight", **ONE, equal_rows=True
+    ),
+    Case("strided x", why="x is a slice of a larger tensor and transposed", **ONE, strided=True),
+    Case("float64", why="no step may fall back to float32", **ONE | {"dtype": torch.float64}),
+    Case("bfloat16", why="the dtype of large models", **ONE | {"dtype": torch.bfloat16}),
+    Case("float16", why="numbers above 65504 do not exist", **ONE | {"dtype": torch.float16}),
+]
+
+
+@suite.check("attention", CASES, kernels=False)
+def attention_matches_multihead_attention(case: Case, device: torch.device, rng: Rng) -> None:
+    compare(case, device, rng, causal=False)
+
+
+@suite.check("causal", CASES, kernels=False)
+def causal_attention_matches_multihead_attention(
+    case: Case, device: torch.device, rng: Rng
+) -> None:
+    compare(case, device, rng, causal=True)
+
+
+@suite.check(
+    "causal",
+    [Case("a changed future", why="what comes after a token must not reach it", **ONE)],
+    kernels=False,
+)
+def later_tokens_do_not_matter(case: Case, device: torch.device, rng: Rng) -> None:
+    layer = CustomSelfAttention(*make_weights(case, rng), hidden(case), case.heads)
+    x = make_x(case, rng)
+    before = layer(x, causal=True)
+    x[:, 9:] = rng.randn(case.batch, case.seq - 9, hidden(case))
+    after = layer(x, causal=True)
+    changed = (before != after).any(dim=-1).any(dim=0).nonzero().flatten().tolist()
+    assert not [row for row in changed if row < 9], (
+        f"tokens 9 to {case.seq - 1} were changed, and with them the outputs of tokens {changed}"
+    )
+
+
+@suite.check(
+    "attention",
+    [Case("to float64", why="a layer whose weights stay behind fails only far from home", **ONE)],
+    kernels=False,
+)
+def weights_are_part_of_the_module(case: Case, device: torch.device, rng: Rng) -> None:
+    layer = CustomSelfAttention(*make_weights(case, rng), hidden(case), case.heads)
+    assert set(layer.state_dict()) == {"w_q", "w_k", "w_v", "w_o"}, (
+        f"state_dict() should hold w_q, w_k, w_v and w_o; it holds {sorted(layer.state_dict())}"
+    )
+    x = make_x(case, rng)
+    pytorch = reference(layer, x, causal=False)
+    layer.to(torch.float64)
+    got = layer(x.double())
+    truth = float64_attention(layer, x, causal=False)
+    assert_close(got, truth, pytorch, axes=AXES, dtype=torch.float64)
+
+
+@suite.check(
+    "attention",
+    [
+        Case("rank", why="a sequence without its batch", **ONE, shape=(17, 64)),
+        Case("width", why="not the layer's hidden_dim", **ONE, shape=(2, 17, 60)),
+        Case("dtype", why="float64 numbers in a float32 layer", **ONE, given=torch.float64),
+    ],
+    kernels=False,
+)
+def wrong_input_is_refused(case: Case, device: torch.device, rng: Rng) -> None:
+    layer = CustomSelfAttention(*make_weights(case, rng), hidden(case), case.heads)
+    x = rng.randn(
+        *case.values.get("shape", (2, 17, 64)), dtype=case.values.get("given", torch.float32)
+    )
+    try:
+        layer(x)
+    except ValueError as error:
+        assert "x must be" in str(error), f"the error should say what x must be; it says: {error}"
+    else:
+        raise AssertionError(f"x of shape {tuple(x.shape)} and dtype {x.dtype} was accepted")
+
+
+def compare(case: Case, device: torch.device, rng: Rng, *, causal: bool) -> None:
+    """The layer against float64, with nn.MultiheadAttention saying what the dtype loses."""
+    weights = make_weights(case, rng)
+    x = make_x(case, rng)
+    kept = x.clone()
+    layer = CustomSelfAttention(*weights, hidden(case), case.heads)
+    got = layer(x, causal=causal)
+    assert torch.equal(x, kept), "x was changed"
+    if case.dtype == torch.float64:  # its loss is float32's, scaled
+        narrow = CustomSelfAttention(*(w.float() for w in weights), hidden(case), case.heads)
+        pytorch = reference(narrow, x.float(), causal)
+    else:
+        pytorch = reference(layer, x, causal)
+    assert_close(
+        got,
+        float64_attention(layer, x, causal),
+        pytorch,
+        axes=AXES,
+        suspects=suspects(layer, x, causal),
+        dtype=case.dtype,
+    )
+
+
+def make_weights(case: Case, rng: Rng) -> list[Tensor]:
+    """w_q, w_k, w_v, w_o, of a size that keeps activations near 1."""
+    n = hidden(case)
+    return [rng.randn(n, n, dtype=case.dtype, scale=n**-0.5) for _ in range(4)]
+
+
+def make_x(case: Case, rng: Rng) -> Tensor:
+    """The input ``(batch, seq, hidden)`` that the case describes."""
+    scale = case.values.get("scale", 1.0)
+    shape = (case.batch, case.seq, hidden(case))
+    if case.values.get("strided"):
+        wide = rng.randn(shape[1], 2 * shape[0], shape[2] + 3, dtype=case.dtype)
+        return wide[:, ::2, 2:-1].transpose(0, 1)
+    x = rng.randn(*shape, dtype=case.dtype, scale=scale)
+    return x[:, :1].repeat(1, case.seq, 1) if case.values.get("equal_rows") else x
+
+
+def hidden(case: Case) -> int:
+    """hidden_dim of the case."""
+    return case.heads * case.head_dim
+
+
+def reference(layer: CustomSelfAttention, x: Tensor, causal: bool) -> Tensor:
+    """The same by nn.MultiheadAttention, in the dtype of x. Its weights are stored transposed."""
+    mha = nn.MultiheadAttention(
+        layer.hidden_dim,
+        layer.num_heads,
+        bias=False,
+        batch_first=True,
+        device=x.device,
+        dtype=x.dtype,
+    )
+    with torch.no_grad():
+        mha.in_proj_weight.copy_(torch.cat([layer.w_q, layer.w_k, layer.w_v], dim=1).T)
+        mha.out_proj.weight.copy_(layer.w_o.T)
+        seq = x.shape[1]
+        after = torch.ones(seq, seq, dtype=torch.bool, device=x.device).triu(diagonal=1)
+        return mha(x, x, x, attn_mask=after if causal else None, need_weights=False)[0]
+
+
+def float64_attention(
+    layer: CustomSelfAttention,
+    x: Tensor,
+    causal: bool,
+    *,
+    heads: int | None = None,
+    scale: float | None = None,
+    softmax_dim: int = -1,
+    mixed: bool = False,
+    output: bool = True,
+    transposed: bool = False,
+) -> Tensor:
+    """The definition in float64; the keywords are the mistakes that people make."""
+    w_q, w_k, w_v, w_o = (w.double() for w in (layer.w_q, layer.w_k, layer.w_v, layer.w_o))
+    if transposed:
+        w_q, w_k, w_v, w_o = w_q.T, w_k.T, w_v.T, w_o.T
+    split = (heads or layer.num_heads, -1)
+    q, k, v = ((x.double() @ w).unflatten(-1, split).transpose(1, 2) for w in (w_q, w_k, w_v))
+    S = q @ k.transpose(-1, -2) * (layer.head_dim**-0.5 if scale is None else scale)
+    if causal:
+        S = S.masked_fill(torch.ones_like(S, dtype=torch.bool).triu(1), -torch.inf)
+    o = torch.softmax(S, dim=softmax_dim) @ v  # (batch, heads, seq, head_dim)
+    o = o.reshape(x.shape) if mixed else o.transpose(1, 2).flatten(2)  # (batch, seq, hidden)
+    return o @ w_o if output else o
+
+
+def suspects(
+    layer: CustomSelfAttention, x: Tensor, causal: bool
+) -> dict[str, Callable[[], Tensor]]:
+    """What comes out when one step is wrong; computed only after a failure."""
+
+    def with_mistake(causal: bool = causal, **mistake: object) -> Callable[[], Tensor]:
+        return lambda: float64_attention(layer, x, causal, **mistake)  # type: ignore[arg-type]
+
+    mask = "the causal mask is missing" if causal else "the causal mask is applied unasked"
+    found = {
+        "the scale 1 / sqrt(head_dim) is missing": with_mistake(scale=1.0),
+        "the scale is 1 / head_dim": with_mistake(scale=1 / layer.head_dim),
+        "the scale is 1 / sqrt(hidden_dim)": with_mistake(scale=layer.hidden_dim**-0.5),
+        "the heads are not separated": with_mistake(heads=1),
+        "the heads are put side by side without going back to (batch, seq, heads, head_dim)": (
+            with_mistake(mixed=True)
+        ),
+        "the softmax is over the rows, not over the columns of S": with_mistake(softmax_dim=-2),
+        "the output projection w_o is missing": with_mistake(output=False),
+        "the weights are applied transposed": with_mistake(transposed=True),
+    }
+    return found | {mask: with_mistake(causal=not causal)}
+
+
+test_task1 = suite.pytest()
+
+if __name__ == "__main__":
+    suite.main()

@@ -1,0 +1,146 @@
+"""Task 2: multi-head attention with your own CUDA kernels for the softmax and the matrix products.
+
+The kernels are in ``attention_kernel.cu``. The functions here check the arguments, allocate the output, and launch
+them; on cpu tensors the same file runs through the CUDA-on-CPU layer.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from common.build import FLOAT, INT, LONG, STRIDES, TENSOR, Kernels, Strides
+from common.inputs import (
+    MAX_GRID,
+    check_attention,
+    check_contiguous_rows,
+    check_device,
+    expect,
+    heads_view,
+)
+from common.layer import AttentionLayer
+
+_GEMM = (TENSOR, TENSOR, TENSOR, INT, INT, INT, INT, STRIDES, STRIDES, STRIDES)
+_kernels = Kernels(
+    __file__,
+    "attention_kernel.cu",
+    batched_softmax=(
+        TENSOR, TENSOR, LONG, LONG,
+        LONG, LONG, LONG, LONG,
+    ),
+    batched_GEMM_NT=_GEMM,
+    batched_GEMM_NN=_GEMM,
+    custom_attention=(
+        TENSOR, TENSOR, TENSOR, TENSOR, TENSOR,
+        INT, INT, INT, INT, INT,
+        STRIDES, STRIDES, STRIDES, STRIDES,
+        FLOAT, INT,
+    ),
+)  # fmt: skip
+
+
+def test_batched_softmax(inp: Tensor, dim: int = -1) -> Tensor:
+    """Softmax of a ``(batch, n)`` float32 tensor along ``dim``, one block a row.
+
+    Rows that are -inf throughout become 0 (PyTorch gives NaN).
+
+    Raises:
+        ValueError: another rank, dtype or device, or ``dim`` not one of the two.
+    """
+    expect("inp", inp, shape=("batch", "n"), dtype=torch.float32)
+    check_device(inp)
+    if dim not in (-2, -1, 0, 1):
+        raise ValueError(f"dim must be one of a matrix's two dimensions; got {dim}")
+    out = torch.empty_like(inp)
+    rows, cols = (0, 1) if dim in (-1, 1) else (1, 0)
+    if inp.numel():
+        _kernels.launch(
+            "batched_softmax", inp=inp, out=out, rows=inp.shape[rows], n=inp.shape[cols],
+            row_stride=inp.stride(rows), col_stride=inp.stride(cols),
+            out_row_stride=out.stride(rows), out_col_stride=out.stride(cols),
+        )  # fmt: skip
+    return out
+
+
+def test_batched_GEMM_NT(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b.transpose(1, 2)`` for float32 ``a (batch, M, K)`` and ``b (batch, N, K)``: ``(batch, M, N)``.
+
+    Raises:
+        ValueError: shapes that do not fit, another dtype or device, a last dimension that is not contiguous.
+    """
+    expect("a", a, shape=("batch", "M", "K"), dtype=torch.float32)
+    expect("b", b, shape=(a.shape[0], "N", a.shape[2]), dtype=torch.float32, device=a.device)
+    return _gemm("batched_GEMM_NT", a, b, b.shape[1])
+
+
+def test_batched_GEMM_NN(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` for float32 ``a (batch, M, K)`` and ``b (batch, K, N)``: ``(batch, M, N)``.
+
+    Raises:
+        ValueError: shapes that do not fit, another dtype or device, a last dimension that is not contiguous.
+    """
+    expect("a", a, shape=("batch", "M", "K"), dtype=torch.float32)
+    expect("b", b, shape=(a.shape[0], a.shape[2], "N"), dtype=torch.float32, device=a.device)
+    return _gemm("batched_GEMM_NN", a, b, b.shape[2])
+
+
+def _gemm(launcher: str, a: Tensor, b: Tensor, n: int) -> Tensor:
+    check_device(a)
+    check_contiguous_rows("a", a)
+    check_contiguous_rows("b", b)
+    batch, m, k = a.shape
+    if batch > MAX_GRID:
+        raise ValueError(f"at most {MAX_GRID} matrices fit a grid; got {batch}")
+    c = torch.empty(batch, m, n, device=a.device)
+    if c.numel():
+        _kernels.launch(
+            launcher, A=a, B=b, C=c, batch=batch, M=m, N=n, K=k,
+            a=Strides.of(a.unsqueeze(2)), b=Strides.of(b.unsqueeze(2)), c=Strides.of(c.unsqueeze(2)),
+        )  # fmt: skip
+    return c
+
+
+def custom_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, causal: bool = False) -> Tensor:
+    """softmax(q k^T / sqrt(head_dim)) v for each head, through the four kernels.
+
+    Args:
+        q: ``(batch, q_len, num_heads * head_dim)`` float32, last dimension contiguous.
+        k, v: ``(batch, kv_len, num_heads * head_dim)``.
+        num_heads: heads, which lie side by side in a row.
+        causal: query i sees the keys ``j <= i + kv_len - q_len``.
+
+    Returns:
+        ``(batch, q_len, num_heads * head_dim)``. The scores take ``batch * num_heads * q_len * kv_len`` floats on
+        the way.
+
+    Raises:
+        ValueError: arguments that do not fit, named.
+    """
+    heads = [heads_view(name, t, num_heads) for name, t in (("q", q), ("k", k), ("v", v))]
+    batch, _, kv_heads, q_len, kv_len, head_dim = check_attention(*heads, dtypes=(torch.float32,))
+    if kv_heads != num_heads:
+        raise ValueError(f"k and v must have num_heads {num_heads} heads as q has; got {kv_heads}")
+    if batch * num_heads > MAX_GRID:
+        raise ValueError(f"at most {MAX_GRID} heads in all fit a grid; got {batch} x {num_heads}")
+    out = torch.empty(q.shape, device=q.device)
+    if kv_len == 0:
+        return out.zero_()
+    if out.numel():
+        scores = torch.empty(batch, num_heads, q_len, kv_len, device=q.device)
+        strides = [Strides.of(t) for t in (*heads, out.unflatten(-1, (num_heads, head_dim)))]
+        _kernels.launch(
+            "custom_attention", q=q, k=k, v=v, scores=scores, out=out,
+            batch=batch, heads=num_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim,
+            q_strides=strides[0], k_strides=strides[1], v_strides=strides[2], out_strides=strides[3],
+            scale=1 / math.sqrt(head_dim), causal=causal,
+        )  # fmt: skip
+    return out
+
+
+class CustomSelfAttention(AttentionLayer):
+    """Multi-head self-attention whose attention runs in your kernels."""
+
+    def forward(self, x: Tensor, causal: bool = False) -> Tensor:
+        """``x (batch, seq, hidden_dim)`` float32 to the same shape."""
+        q, k, v = self.project_qkv(x)
+        return self.project_output(custom_attention(q, k, v, self.num_heads, causal))

@@ -1,0 +1,344 @@
+# ruff: noqa: E741  (O and l are the paper's letters)
+"""Task 3's checks: python -m task3.test [--attention] [--causal] [--layer]"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common.check import Case, Rng, Suite, assert_close
+from common.check.attention import attention_float64, attention_pytorch
+from task3.attention import CustomFlashAttention, flash_attention
+
+suite = Suite(
+    "task3",
+    title="FlashAttention-2 in PyTorch",
+    points=3,
+    sources=("task3/attention.py", "common/layer.py"),
+)
+
+AXES = ("batch", "row", "head", "column")
+ONE = {
+    "batch": 2,
+    "q_len": 32,
+    "kv_len": 32,
+    "heads": 3,
+    "d": 16,
+    "B_r": 16,
+    "B_c": 16,
+    "dtype": torch.float32,
+}
+
+
+def size(q_len: int, kv_len: int | None = None, **others: object) -> dict[str, object]:
+    """Sizes of a case: ONE with other lengths."""
+    return ONE | {"q_len": q_len, "kv_len": q_len if kv_len is None else kv_len} | others
+
+
+LONG = size(8, 4096, batch=1, heads=1, B_r=8, B_c=4)
+
+CASES = [
+    Case("one tile", why="no rescale yet", **size(16)),
+    Case("exact tiles", why="two by two tiles, none ragged", **size(32)),
+    Case("one token", why="a single row and a single column", **size(1)),
+    Case("one past a tile", why="the last tile is one row and one column", **size(33)),
+    Case("ragged", why="no size is a multiple of another", **size(37, B_r=8, B_c=5)),
+    Case(
+        "tiles larger than all", why="B_r and B_c beyond the lengths", **size(20, B_r=64, B_c=128)
+    ),
+    Case(
+        "tall tiles",
+        why="B_r > B_c: several columns of tiles on the diagonal",
+        **size(70, B_r=32, B_c=8),
+    ),
+    Case(
+        "wide tiles",
+        why="B_r < B_c: several rows of tiles on the diagonal",
+        **size(70, B_r=8, B_c=32),
+    ),
+    Case("tiles of one", why="each key is a tile: online softmax alone", **size(9, B_r=1, B_c=1)),
+    Case("fewer queries", why="a chunk of queries on a longer cache", **size(19, 45)),
+    Case("one query", why="decoding: it sees every key", **size(1, 45)),
+    Case("more queries", why="causal rows that see no key give 0", **size(45, 19)),
+    Case("head_dim 80", why="a width that is no power of two", **size(40, d=80)),
+    Case(
+        "one sequence, one head", why="dimensions of size 1 must stay", **size(40, batch=1, heads=1)
+    ),
+    Case("long", why="17 tiles a row, the last one ragged", **size(260, batch=1, B_c=16, B_r=64)),
+    Case(
+        "large magnitudes",
+        why="exp overflows unless the maximum is subtracted",
+        **size(40),
+        scale=8.0,
+    ),
+    Case("equal rows", why="every key has the same weight", **size(40), equal_rows=True),
+    Case("rising scores", why="each tile raises the maximum: all is rescaled", **size(64), ramp=1),
+    Case(
+        "falling scores",
+        why="the first tile has the maximum: nothing is rescaled",
+        **size(64),
+        ramp=-1,
+    ),
+    Case(
+        "strided q, k, v",
+        why="slices of one tensor, as a fused projection gives",
+        **size(40),
+        fused=True,
+    ),
+    Case("float64", why="no step may fall back to float32", **size(37, dtype=torch.float64)),
+    Case("bfloat16", why="sums kept in it stop growing", **LONG | {"dtype": torch.bfloat16}),
+    Case("float16", why="sums kept in it lose two digits", **LONG | {"dtype": torch.float16}),
+]
+
+
+@suite.check("attention", CASES, kernels=False)
+def attention_matches_float64(case: Case, device: torch.device, rng: Rng) -> None:
+    compare(case, rng, causal=False)
+
+
+@suite.check("causal", CASES, kernels=False)
+def causal_attention_matches_float64(case: Case, device: torch.device, rng: Rng) -> None:
+    compare(case, rng, causal=True)
+
+
+@suite.check(
+    "attention",
+    [
+        Case(
+            "512 tokens",
+            why="S x S would be 64 times as large as q",
+            **size(512, batch=1, heads=1, d=8),
+        ),
+        Case(
+            "512 keys",
+            why="a strip B_r x kv_len is no tile either",
+            **size(16, 512, batch=1, heads=1, d=2),
+        ),
+    ],
+    kernels=False,
+)
+def no_tensor_is_larger_than_a_tile(case: Case, device: torch.device, rng: Rng) -> None:
+    q, k, v = make_qkv(case, rng)
+    for causal in (False, True):
+        with LargestTensor() as largest:
+            flash_attention(q, k, v, case.heads, case.B_r, case.B_c, causal)
+        allowed = max(q.numel(), k.numel(), case.B_r * case.B_c)
+        assert largest.numel <= allowed, (
+            f"a tensor {largest.shape} of {largest.numel:,} elements was made, by {largest.operation};"
+            f" nothing larger than q, k or a tile ({allowed:,} elements) is needed"
+        )
+
+
+@suite.check(
+    "causal",
+    [
+        Case("square tiles", why="tile (i, j) with j > i is all mask", **size(64)),
+        Case("ragged", why="the last tile is partial", **size(59)),
+        Case("tall tiles", why="B_r > B_c", **size(64, B_r=32, B_c=8)),
+        Case("wide tiles", why="B_r < B_c", **size(64, B_r=8, B_c=32)),
+        Case("fewer queries", why="the diagonal starts further right", **size(32, 64), first=48),
+    ],
+    kernels=False,
+)
+def tiles_above_the_diagonal_are_skipped(case: Case, device: torch.device, rng: Rng) -> None:
+    # NaN in V reaches every row whose tile is computed, even where P is 0: 0 * NaN is NaN.
+    q, k, v = make_qkv(case, rng)
+    clean = flash_attention(q, k, v, case.heads, case.B_r, case.B_c, causal=True)
+    first = case.values.get("first", 32)  # a key where tiles of rows and of columns begin
+    k[:, first:], v[:, first:] = torch.nan, torch.nan
+    got = flash_attention(q, k, v, case.heads, case.B_r, case.B_c, causal=True)
+    rows = first - (case.kv_len - case.q_len)  # the rows before this one see none of those keys
+    same = (got[:, :rows] == clean[:, :rows]).all(dim=-1).all(dim=0)
+    assert bool(same.all()), (
+        f"keys {first} and after are above the diagonal for rows 0 to {rows - 1}, and their tiles should be"
+        f" skipped; but NaN there reaches the rows {(~same).nonzero().flatten().tolist()}"
+    )
+
+
+LAYER_CASES = [
+    Case("one tile", why="everything small and even", batch=2, seq=16, heads=4, d=8),
+    Case(
+        "several tiles",
+        why="more tokens than a tile of any size has",
+        batch=1,
+        seq=150,
+        heads=2,
+        d=16,
+    ),
+    Case("one token", why="what a model starts from", batch=3, seq=1, heads=2, d=32),
+]
+
+
+@suite.check("layer", LAYER_CASES, kernels=False)
+def layer_matches_float64(case: Case, device: torch.device, rng: Rng) -> None:
+    width = case.heads * case.d
+    weights = [rng.randn(width, width, scale=width**-0.5) for _ in range(4)]
+    layer = CustomFlashAttention(*weights, width, case.heads)
+    assert set(layer.state_dict()) == {"w_q", "w_k", "w_v", "w_o"}, (
+        "the weights are not in state_dict()"
+    )
+    x = rng.randn(case.batch, case.seq, width)
+    heads = (case.heads, case.d)
+
+    def through(attention: Callable[..., Tensor], causal: bool, dtype: torch.dtype) -> Tensor:
+        w_q, w_k, w_v, w_o = (w.to(dtype) for w in weights)
+        q, k, v = ((x.to(dtype) @ w).unflatten(-1, heads) for w in (w_q, w_k, w_v))
+        return attention(q, k, v, causal=causal).flatten(2) @ w_o
+
+    for causal in (False, True):
+        assert_close(
+            layer(x, causal=causal),
+            through(attention_float64, causal, torch.float64),
+            through(attention_pytorch, causal, torch.float32),
+            axes=("batch", "row", "column"),
+            suspects={
+                "causal is not passed on": lambda c=causal: through(
+                    attention_float64, not c, torch.float64
+                )
+            },
+        )
+
+
+@suite.check(
+    "attention",
+    [
+        Case("width of k", why="not that of q", k=(2, 8, 40), message="k must be"),
+        Case("length of v", why="not that of k", v=(2, 9, 48), message="v must be"),
+        Case("rank", why="a sequence without its batch", q=(8, 48), message="q must be"),
+        Case("dtype of v", why="float64 among float32", v_dtype=torch.float64, message="v must be"),
+        Case("heads", why="5 heads do not divide 48", heads=5, message="multiple of num_heads"),
+        Case("B_r 0", why="a tile needs a row", B_r=0, message="at least 1"),
+        Case("B_c 0", why="a tile needs a column", B_c=0, message="at least 1"),
+    ],
+    kernels=False,
+)
+def wrong_input_is_refused(case: Case, device: torch.device, rng: Rng) -> None:
+    given = {"q": (2, 8, 48), "k": (2, 8, 48), "v": (2, 8, 48), "heads": 3, "B_r": 4, "B_c": 4}
+    given |= case.values
+    q, k, v = (rng.randn(*given[name]) for name in "qkv")
+    v = v.to(case.values.get("v_dtype", torch.float32))
+    good = rng.randn(2, 8, 48)
+    flash_attention(good, good, good, 3)  # so that a stub is told apart from a refusal
+    try:
+        flash_attention(q, k, v, given["heads"], given["B_r"], given["B_c"])
+    except ValueError as error:
+        assert case.message in str(error), f"the error should say '{case.message}': {error}"
+    else:
+        raise AssertionError("this was accepted")
+
+
+def compare(case: Case, rng: Rng, *, causal: bool) -> None:
+    """flash_attention against float64, with PyTorch's own attention saying what the dtype loses."""
+    q, k, v = make_qkv(case, rng)
+    kept = [t.clone() for t in (q, k, v)]
+    got = flash_attention(q, k, v, case.heads, case.B_r, case.B_c, causal)
+    assert all(map(torch.equal, (q, k, v), kept)), "q, k or v was changed"
+    q, k, v = (t.unflatten(-1, (case.heads, case.d)) for t in (q, k, v))
+    narrow = torch.float32 if case.dtype == torch.float64 else case.dtype
+    assert_close(
+        got.unflatten(-1, (case.heads, case.d)),
+        attention_float64(q, k, v, causal=causal),
+        attention_pytorch(*(t.to(narrow) for t in (q, k, v)), causal=causal),
+        axes=AXES,
+        tile={"row": case.B_r},
+        suspects=suspects(q, k, v, case.B_c, causal),
+        dtype=case.dtype,
+    )
+
+
+def make_qkv(case: Case, rng: Rng) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v ``(batch, length, heads * d)`` as the case describes them."""
+    width, options = case.heads * case.d, case.values
+    if options.get("fused"):
+        qkv = rng.randn(case.batch, case.q_len, 3 * width, dtype=case.dtype)
+        return qkv.tensor_split(3, dim=-1)
+    scale = options.get("scale", 1.0)
+    q = rng.randn(case.batch, case.q_len, width, dtype=case.dtype, scale=scale)
+    k = rng.randn(case.batch, case.kv_len, width, dtype=case.dtype, scale=scale)
+    v = rng.randn(case.batch, case.kv_len, width, dtype=case.dtype)
+    if options.get("equal_rows"):
+        k = k[:, :1].repeat(1, case.kv_len, 1)
+    if ramp := options.get("ramp"):
+        # All entries positive, and growing (falling) with the key: so do the scores.
+        steps = torch.linspace(0.1, 1.5, case.kv_len, device=k.device)
+        q, k = q.abs(), k.abs() * (steps if ramp > 0 else steps.flip(0))[:, None]
+    return q, k, v
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest tensor that an operation returned within it."""
+
+    numel, shape, operation = 0, (), ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.numel() > self.numel:
+                self.numel, self.shape = tensor.numel(), tuple(tensor.shape)
+                self.operation = str(func)
+        return result
+
+
+def suspects(
+    q: Tensor, k: Tensor, v: Tensor, B_c: int, causal: bool
+) -> dict[str, Callable[[], Tensor]]:
+    """What comes out when one step is wrong; computed only after a failure."""
+    mask = "the causal mask is missing" if causal else "the causal mask is applied unasked"
+    return {
+        "the scale 1 / sqrt(head_dim) is missing": lambda: attention_float64(
+            q, k, v, scale=1.0, causal=causal
+        ),
+        mask: lambda: attention_float64(q, k, v, causal=not causal),
+        "line 10 as printed: O_i is divided by exp(m' - m) instead of multiplied": lambda: tiled(
+            q, k, v, B_c, causal, power_O=-1
+        ),
+        "O_i is not rescaled when the maximum grows (line 10)": lambda: tiled(
+            q, k, v, B_c, causal, power_O=0
+        ),
+        "l_i is not rescaled when the maximum grows (line 9)": lambda: tiled(
+            q, k, v, B_c, causal, power_l=0
+        ),
+        "the division by l_i at the end (line 12) is missing": lambda: tiled(
+            q, k, v, B_c, causal, divide=False
+        ),
+    }
+
+
+def tiled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    B_c: int,
+    causal: bool,
+    *,
+    power_O: int = 1,
+    power_l: int = 1,
+    divide: bool = True,
+) -> Tensor:
+    """The online softmax over tiles of B_c keys, in float64, with room for mistakes."""
+    q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))  # (batch, heads, length, d)
+    q_len, kv_len = q.shape[2], k.shape[2]
+    S = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if causal:
+        hidden = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device)
+        S = S.masked_fill(hidden.triu(kv_len - q_len + 1), -torch.inf)
+    O, l = torch.zeros_like(q), torch.zeros_like(q[..., :1])
+    m = torch.full_like(l, -torch.inf)
+    for j in range(0, kv_len, B_c):
+        S_j = S[..., j : j + B_c]
+        new = torch.maximum(m, S_j.amax(dim=-1, keepdim=True))
+        shift = new.masked_fill(new == -torch.inf, 0)
+        P, rescale = torch.exp(S_j - shift), torch.exp(m - shift)
+        first = m == -torch.inf
+        l = torch.where(first, 0, rescale**power_l * l) + P.sum(dim=-1, keepdim=True)
+        O = torch.where(first, 0, rescale**power_O * O) + P @ v[:, :, j : j + B_c]
+        m = new
+    return (O / l.masked_fill(l == 0, 1) if divide else O).transpose(1, 2)
+
+
+test_task3 = suite.pytest()
+
+if __name__ == "__main__":
+    suite.main()

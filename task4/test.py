@@ -1,0 +1,265 @@
+"""Task 4: your fused FlashAttention-2 kernel, checked against float64 and timed against PyTorch.
+
+    python -m task4.test [--attention | --layer] [--check] [--no-timing]
+"""
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from common.check import Case, Speed, Suite, assert_close, fit_batch, measure
+from common.check.attention import all_alike, attention_float64, attention_pytorch
+from task4 import attention
+from task4.attention import TILES, CustomFlashAttention, custom_flash_attention, flash_attention
+
+suite = Suite(
+    "task4",
+    title="FlashAttention-2 in CUDA",
+    points=4,
+    sources=("task4/attention.py", "task4/attention_kernel.cu"),
+)
+
+HALF, BFLOAT = torch.float16, torch.bfloat16
+ATTENTION = [
+    Case("one token", why="the output is v", small=True, q_len=1, head_dim=64),
+    Case("exactly a tile", why="no ragged edge", q_len=32, head_dim=64),
+    Case("one past a tile", why="33 rows: the last tile has one row and one column", small=True, q_len=33, head_dim=64),
+    Case("one past a tile, causal", why="the diagonal cuts the last tile", small=True, q_len=33, head_dim=64, causal=True),
+    Case("several tiles", why="m_i and l_i are rescaled from tile to tile", small=True, q_len=100, head_dim=64, heads=1),
+    Case("several tiles, causal", why="tiles above the diagonal are skipped", q_len=150, head_dim=64, causal=True),
+    Case("head_dim 16", why="shorter than the 64 it is padded to", q_len=50, head_dim=16, causal=True),
+    Case("head_dim 80", why="not a power of two", small=True, q_len=40, head_dim=80, heads=1),
+    Case("head_dim 96", why="padded to 128", q_len=70, head_dim=96, causal=True),
+    Case("head_dim 128", why="the course's head_dim", q_len=70, head_dim=128, causal=True),
+    Case("large tile, head_dim 64", why="the tile that a GPU runs", small=True, q_len=140, kv_len=130, head_dim=64, heads=1, batch=1, tile=TILES[64][0], causal=True),
+    Case("large tile, head_dim 128", why="the tile that a GPU runs", small=True, q_len=130, kv_len=70, head_dim=128, heads=1, batch=1, tile=TILES[128][0]),
+    Case("large tile, many tiles", why="each buffer is reused several times", q_len=300, head_dim=64, heads=1, batch=1, tile=TILES[64][0], causal=True),
+    Case("more keys than queries", why="a chunk on top of a cache: causal is aligned to the end", small=True, q_len=20, kv_len=70, head_dim=32, causal=True),
+    Case("more queries than keys", why="the first queries see nothing and give 0", q_len=70, kv_len=30, head_dim=32, causal=True),
+    Case("no keys", why="nothing to attend to gives 0", q_len=5, kv_len=0, head_dim=32),
+    Case("grouped queries", why="8 heads share 2 of keys and values", q_len=40, head_dim=64, heads=8, kv_heads=2, causal=True),
+    Case("one kv head", why="multi-query attention", small=True, q_len=20, head_dim=32, heads=3, kv_heads=1),
+    Case("different lengths", why="each sequence reads its own number of keys", small=True, batch=3, q_len=20, kv_len=60, head_dim=32, seqlens=(60, 33, 20), causal=True),
+    Case("left padding", why="a batch of prompts, padded on the left", small=True, batch=3, q_len=40, head_dim=32, leftpad=(0, 7, 39), causal=True),
+    Case("a sequence without keys", why="its rows give 0, not NaN", batch=2, q_len=20, head_dim=32, seqlens=(0, 20)),
+    Case("slices of one qkv tensor", why="rows of q, k and v lie 3 hidden_dim apart", small=True, q_len=40, head_dim=32, layout="fused"),
+    Case("transposed heads", why="(batch, heads, seq, head_dim) in memory, as Hugging Face has it", q_len=40, head_dim=64, layout="heads first"),
+    Case("odd alignment", why="rows that start at odd addresses", q_len=40, head_dim=33, layout="odd"),
+    Case("large scores", why="scores in the hundreds", q_len=64, head_dim=64, scale=10.0),
+    Case("one huge key", why="the maximum jumps from tile to tile", q_len=70, head_dim=64, huge_key=65),
+    Case("equal keys", why="every weight is 1 / kv_len", q_len=40, head_dim=64, scale=0.0),
+    Case("float16", why="16-bit in and out, fp32 inside", small=True, q_len=70, head_dim=64, heads=1, dtype=HALF, causal=True),
+    Case("bfloat16", why="16-bit in and out, fp32 inside", q_len=70, head_dim=128, dtype=BFLOAT),
+    Case("long", why="S 1024 without a GPU", q_len=1024, head_dim=64, batch=1, devices=("cpu",), causal=True),
+    Case("course size", why="S 4096, head_dim 128", devices=("cuda",), batch=1, q_len=4096, head_dim=128, heads=8, causal=True),
+    Case("course size, odd", why="S 4095, head_dim 128", devices=("cuda",), batch=2, q_len=4095, head_dim=128, heads=4),
+    Case("past 2^31 elements", why="offsets need 64 bits", devices=("cuda",), batch=300, q_len=4096, head_dim=128, heads=16, one_row=True),
+]  # fmt: skip
+
+
+def _random_qkv(case, rng):
+    v = case.values
+    batch, heads, d, dtype = v.get("batch", 2), v.get("heads", 2), case.head_dim, v.get("dtype", torch.float32)
+    kv_heads, kv_len = v.get("kv_heads", heads), v.get("kv_len", case.q_len)
+    scale = v.get("scale", 1.0)
+    if v.get("layout") == "fused":
+        qkv = rng.randn(batch, case.q_len, 3 * heads * d, dtype=dtype)
+        return [t.unflatten(-1, (heads, d)) for t in qkv.chunk(3, dim=-1)]
+    if v.get("layout") == "heads first":
+        return [rng.randn(batch, heads, case.q_len, d, dtype=dtype).transpose(1, 2) for _ in range(3)]
+    if v.get("layout") == "odd":
+        return [rng.randn(batch, case.q_len, heads, d + 3, dtype=dtype)[..., 1 : d + 1] for _ in range(3)]
+    q = rng.randn(batch, case.q_len, heads, d, dtype=dtype, scale=scale)
+    k = rng.randn(batch, kv_len, kv_heads, d, dtype=dtype, scale=scale)
+    if huge := v.get("huge_key"):
+        k[:, huge] *= 100
+    return q, k, rng.randn(batch, kv_len, kv_heads, d, dtype=dtype)
+
+
+@suite.check("attention", [case for case in ATTENTION if not case.values.get("one_row")])
+def kernel_matches_float64(case, device, rng):
+    v = case.values
+    q, k, value = _random_qkv(case, rng)
+    visible = {"causal": v.get("causal", False)}
+    for name, argument in (("seqlens", "seqlens_k"), ("leftpad", "leftpad_k")):
+        if name in v:
+            visible[argument] = torch.tensor(v[name], dtype=torch.int32, device=device)
+    got = flash_attention(q, k, value, **visible, tile=v.get("tile"))
+    B_r, B_c = v.get("tile") or attention.choose_tile(case.head_dim, case.q_len, device)
+    assert_close(
+        got,
+        attention_float64(q, k, value, **visible),
+        attention_pytorch(q, k, value, **visible),
+        axes=("batch", "row", "head", "column"),
+        tile={"row": B_r},
+        suspects={
+            "the causal mask is ignored": lambda: attention_float64(q, k, value, **{**visible, "causal": False}),
+            "the scores are not scaled": lambda: attention_float64(q, k, value, scale=1.0, **visible),
+            "only the last tile of keys counts": lambda: attention_float64(
+                q, k, value, **{**visible, "leftpad_k": _last_tile(q, k, B_c, visible)}
+            ),
+        },
+    )
+
+
+def _last_tile(q, k, B_c, visible):
+    start = max(0, (k.shape[1] - 1) // B_c * B_c)
+    return torch.full((q.shape[0],), start, dtype=torch.int32, device=q.device)
+
+
+@suite.check("attention", [case for case in ATTENTION if case.values.get("one_row")])
+def far_rows_match_float64(case, device, rng):
+    # Only the last sequence is compared: the truth of all of them would not fit in memory.
+    q, k, value = (torch.empty(case.batch, case.q_len, case.heads, case.head_dim, dtype=HALF, device=device) for _ in range(3))  # fmt: skip
+    last = [t[-1:].copy_(rng.randn(1, *t.shape[1:], dtype=HALF)) for t in (q, k, value)]
+    got = flash_attention(q, k, value, causal=True)[-1:, :, :2]
+    last = [t[:, :, :2] for t in last]
+    assert_close(
+        got,
+        attention_float64(*last, causal=True),
+        attention_pytorch(*last, causal=True),
+        axes=("batch", "row", "head", "column"),
+    )
+
+
+@suite.check("attention", [Case("no S x S tensor", why="memory grows with S, not S squared", q_len=1000)], kernels=False)
+def allocates_only_the_output(case, device, rng):
+    q, k, v = (rng.randn(1, case.q_len, 2 * 32) for _ in range(3))
+    largest = _largest_allocation(lambda: custom_flash_attention(q, k, v, 2, causal=True))
+    assert largest <= q.numel(), f"a tensor of {largest:,} elements was allocated; the output has {q.numel():,}"
+
+
+def _largest_allocation(run):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    sizes = [0]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            sizes.extend(t.untyped_storage().nbytes() // t.element_size() for t in [out] if isinstance(t, torch.Tensor))
+            return out
+
+    with Watch():
+        run()
+    return max(sizes)
+
+
+LAYER = [
+    Case("causal", why="projections around the kernel", batch=2, seq=40, heads=4, hidden=128, causal=True, dtype=torch.float32),
+    Case("not causal", why="projections around the kernel", batch=1, seq=33, heads=2, hidden=160, causal=False, dtype=torch.float32),
+    Case("bfloat16", why="the layer in 16 bits", batch=1, seq=33, heads=2, hidden=128, causal=True, dtype=BFLOAT),
+    Case("course size", why="hidden 4096, 32 heads", devices=("cuda",), batch=4, seq=128, heads=32, hidden=4096, causal=True, dtype=torch.float32),
+]  # fmt: skip
+
+
+@suite.check("layer", LAYER)
+def layer_matches_float64(case, device, rng):
+    weights = [rng.randn(case.hidden, case.hidden, scale=case.hidden**-0.5, dtype=case.dtype) for _ in range(4)]
+    x = rng.randn(case.batch, case.seq, case.hidden, dtype=case.dtype)
+
+    def by(attend, x, weights):
+        q, k, v = ((x @ w).unflatten(-1, (case.heads, -1)) for w in weights[:3])
+        return attend(q, k, v, causal=case.causal).flatten(2) @ weights[3]
+
+    assert_close(
+        CustomFlashAttention(*weights, case.hidden, case.heads)(x, causal=case.causal),
+        by(attention_float64, x.double(), [w.double() for w in weights]),
+        by(attention_pytorch, x, weights),
+        axes=("batch", "row", "column"),
+    )
+
+
+# Speed ---------------------------------------------------------------------------------------------------
+
+HIDDEN, HEADS = 4096, 32
+GRADED = [(4, 128, False), (4, 128, True), (64, 4096, False), (64, 4096, True)]
+MATH = "torch.nn.MultiheadAttention"
+EFFICIENT = "SDPA, memory-efficient backend"
+
+
+def _graded_name(batch, seq, causal):
+    return f"B{batch} S{seq} {'causal' if causal else 'non-causal'}"
+
+
+def _efficient(q, k, v, causal):
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=causal).transpose(1, 2)
+
+
+@suite.measurement(
+    "the course's four speedups",
+    fields=[f"{what}, {_graded_name(*g)}" for g in GRADED for what in ("layer", "attention alone")],
+)
+def graded_speedups(device, report):
+    weights = [torch.randn(HIDDEN, HIDDEN, device=device) * HIDDEN**-0.5 for _ in range(4)]
+    layer = CustomFlashAttention(*weights, HIDDEN, HEADS)
+    baseline = torch.nn.MultiheadAttention(HIDDEN, HEADS, bias=False, batch_first=True, device=device).eval()
+    baseline.in_proj_weight.data = torch.cat([w.T for w in weights[:3]])
+    baseline.out_proj.weight.data = weights[3].T.contiguous()
+    for batch, seq, causal in GRADED:
+        name = _graded_name(batch, seq, causal)
+        # x, q, k, v, out and the packed qkv of the baseline, fp32, with room for PyTorch's own copies
+        batch, note = fit_batch(batch, lambda b, seq=seq: 11 * 4 * b * seq * HIDDEN, device, name)
+        shape = f"B{batch} S{seq} hidden {HIDDEN}, {HEADS} heads, {'causal' if causal else 'non-causal'}"
+        x = torch.randn(batch, seq, HIDDEN, device=device)
+        with torch.inference_mode():
+            times = _time_layer(layer, baseline, x, causal)
+            report.add(Speed(f"layer, {name}", shape, x.dtype, times.pop("ours"), times, note=note))
+            q, k, v = (t.unflatten(-1, (HEADS, -1)) for t in layer.project_qkv(x))
+            times = _time_attention(q, k, v, causal, seconds=3)
+        flops = 4 * batch * seq * seq * HIDDEN * (0.5 if causal else 1)
+        report.add(
+            Speed(f"attention alone, {name}", shape, x.dtype, times.pop("ours"), times, flops=flops, note=note)
+        )
+        del x, q, k, v
+
+
+def _time_layer(layer, baseline, x, causal):
+    seq = x.shape[1]
+    mask = torch.ones(seq, seq, dtype=torch.bool, device=x.device).triu(1) if causal else None
+
+    def same_projections():
+        q, k, v = (t.unflatten(-1, (HEADS, -1)) for t in layer.project_qkv(x))
+        return layer.project_output(_efficient(q, k, v, causal).flatten(2))
+
+    return measure(
+        {
+            "ours": lambda: layer(x, causal=causal),
+            MATH: lambda: baseline(x, x, x, attn_mask=mask, need_weights=False)[0],
+            f"our projections around {EFFICIENT}": same_projections,
+        },
+        check=all_alike,
+        seconds=3,
+    )
+
+
+def _time_attention(q, k, v, causal, tile=None, seconds=1.0):
+    return measure(
+        {
+            "ours": lambda: flash_attention(q, k, v, causal=causal, tile=tile),
+            EFFICIENT: lambda: _efficient(q, k, v, causal),
+        },
+        check=all_alike,
+        seconds=seconds,
+    )
+
+
+TILE_FIELDS = {f"head_dim {d}, B_r {tile[0]}, B_c {tile[1]}": (d, tile) for d in TILES for tile in TILES[d]}
+
+
+@suite.measurement("tiles", fields=list(TILE_FIELDS))
+def tile_speeds(device, report):
+    batch, seq, hidden = 8, 2048, 2048
+    for name, (d, tile) in TILE_FIELDS.items():
+        q, k, v = (torch.randn(batch, seq, hidden // d, d, device=device) for _ in range(3))
+        times = _time_attention(q, k, v, causal=False, tile=tile)
+        shape = f"B{batch} S{seq} hidden {hidden}, head_dim {d}, non-causal"
+        flops = 4 * batch * seq * seq * hidden
+        report.add(Speed(name, shape, q.dtype, times.pop("ours"), times, flops=flops))
+
+
+test_task4 = suite.pytest()
+
+if __name__ == "__main__":
+    suite.main()

@@ -1,0 +1,234 @@
+"""Task 5: attention with a KV cache: prefill through task 4's kernel, one token at a time through your decode kernel."""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from common.build import FLOAT, INT, STRIDES, TENSOR, Kernels, Strides, dtype_code
+from common.inputs import (
+    KERNEL_DTYPES,
+    check_attention,
+    check_contiguous_rows,
+    check_device,
+    check_head_dim,
+    check_lengths,
+    expect,
+    heads_view,
+    kv_heads_of,
+)
+from common.layer import AttentionLayer
+from task4.attention import flash_attention
+
+BLOCKS_PER_MULTIPROCESSOR = 4  # of the decode kernel that fit beside each other, by its registers
+MIN_KEYS_PER_SPLIT = 128  # below this the merging costs more than the waiting
+
+_kernels = Kernels(
+    __file__,
+    "attention_kernel.cu",
+    update_kv_cache=(
+        TENSOR, TENSOR, TENSOR, TENSOR, TENSOR,
+        INT, INT, INT, INT, INT,
+        STRIDES, STRIDES, STRIDES, STRIDES, INT,
+    ),
+    flash_attention_decode=(
+        TENSOR, TENSOR, TENSOR, TENSOR, TENSOR, TENSOR,
+        TENSOR, TENSOR,
+        INT, INT, INT, INT, INT, INT,
+        STRIDES, STRIDES, STRIDES, STRIDES,
+        FLOAT, INT, INT,
+    ),
+)  # fmt: skip
+
+
+def update_kv_cache(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, current_pos: int | Tensor) -> None:
+    """Write k and v into the caches at ``current_pos``, in place.
+
+    Args:
+        k_cache, v_cache: ``(batch, max_seq_len, hidden)``.
+        k, v: ``(batch, n, hidden)``, the caches' dtype and device.
+        current_pos: where the first of the n rows goes: one int for all sequences, or int32 ``(batch,)`` on the
+            device, one a sequence. Positions on the device cannot be checked before the launch: rows outside the
+            cache are not written.
+
+    Raises:
+        ValueError: arguments that do not fit, or an int ``current_pos`` outside the cache; nothing is written.
+    """
+    expect("k_cache", k_cache, shape=("batch", "max_seq_len", "hidden"), dtype=KERNEL_DTYPES)
+    batch, max_seq_len, hidden = k_cache.shape
+    expect("v_cache", v_cache, shape=k_cache.shape, dtype=k_cache.dtype, device=k_cache.device)
+    expect("k", k, shape=(batch, "n", hidden), dtype=k_cache.dtype, device=k_cache.device)
+    expect("v", v, shape=k.shape, dtype=k_cache.dtype, device=k_cache.device)
+    check_device(k_cache)
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
+        check_contiguous_rows(name, tensor)
+    n = k.shape[1]
+    if isinstance(current_pos, Tensor):
+        check_lengths("current_pos", current_pos, k_cache)
+    else:
+        check_position(current_pos, n, max_seq_len)
+    if batch and n and hidden:
+        on_device = isinstance(current_pos, Tensor)
+        strides = [Strides.of(t.unsqueeze(2)) for t in (k_cache, v_cache, k, v)]
+        _kernels.launch(
+            "update_kv_cache", k_cache=k_cache, v_cache=v_cache, k=k, v=v,
+            positions=current_pos if on_device else None, current_pos=0 if on_device else current_pos,
+            batch=batch, n=n, max_seq_len=max_seq_len, hidden=hidden,
+            k_cache_strides=strides[0], v_cache_strides=strides[1], k_strides=strides[2], v_strides=strides[3],
+            dtype=dtype_code(k.dtype),
+        )  # fmt: skip
+
+
+def check_position(current_pos: int, n: int, max_seq_len: int) -> None:
+    """ValueError unless rows ``current_pos ... current_pos + n`` lie inside a cache of ``max_seq_len``."""
+    if current_pos < 0 or current_pos + n > max_seq_len:
+        raise ValueError(
+            f"{n} new positions from current_pos {current_pos} do not fit a cache of {max_seq_len}; "
+            f"current_pos must be from 0 to {max_seq_len - n}"
+        )
+
+
+def choose_num_splits(blocks: int, kv_len: int, multiprocessors: int) -> int:
+    """How many blocks share the keys of one (sequence, head): 1 where ``blocks`` = batch * heads fill the GPU.
+
+    The fewest splits whose last wave of blocks is within 85 % as full as the best choice's, with at least
+    ``MIN_KEYS_PER_SPLIT`` keys in each. (The rule of FlashDecoding in the FlashAttention library.)
+    """
+    slots = multiprocessors * BLOCKS_PER_MULTIPROCESSOR
+    return _fewest_splits(blocks, slots, most=max(1, min(kv_len // MIN_KEYS_PER_SPLIT, slots)))
+
+
+@functools.cache
+def _fewest_splits(blocks: int, slots: int, most: int) -> int:
+    waves = [blocks * splits / slots for splits in range(1, most + 1)]
+    fullness = [w / math.ceil(w) for w in waves]
+    return next(i for i, f in enumerate(fullness, start=1) if f >= 0.85 * max(fullness))
+
+
+def flash_attention_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    seqlens_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor:
+    """One query a sequence against a cache of keys and values, which is read in place.
+
+    Args:
+        q: ``(batch, 1, heads, head_dim)``, float32, float16 or bfloat16, head_dim at most 128.
+        k, v: ``(batch, kv_len, kv_heads, head_dim)``, any strides with a contiguous last dimension.
+        scale: factor of the scores; ``1 / sqrt(head_dim)`` if None.
+        seqlens_k, leftpad_k: int32 ``(batch,)`` on the device: sequence b reads the keys
+            ``leftpad_k[b] <= j < seqlens_k[b]``. Default: all.
+        num_splits: blocks that share the keys of one head (FlashDecoding); :func:`choose_num_splits` if None.
+
+    Returns:
+        ``(batch, 1, heads, head_dim)``, contiguous. A sequence without keys gives 0.
+
+    Raises:
+        ValueError: arguments that do not fit, named.
+    """
+    batch, heads, kv_heads, q_len, kv_len, head_dim = check_attention(q, k, v)
+    if q_len != 1:
+        raise ValueError(f"decoding takes one query a sequence: q must be (batch, 1, ...); got q_len {q_len}")
+    check_lengths("seqlens_k", seqlens_k, q)
+    check_lengths("leftpad_k", leftpad_k, q)
+    if num_splits is not None and not 1 <= num_splits <= max(kv_len, 1):
+        raise ValueError(f"num_splits must be from 1 to kv_len {kv_len}; got {num_splits}")
+    out = torch.empty((batch, 1, heads, head_dim), dtype=q.dtype, device=q.device)
+    if kv_len == 0:
+        return out.zero_()
+    if not (batch and heads):
+        return out
+    if num_splits is None:
+        num_splits = choose_num_splits(batch * heads, kv_len, _multiprocessors(q.device))
+    partial_out = partial_lse = None
+    if num_splits > 1:
+        partial_out = torch.empty(batch, heads, num_splits, head_dim, device=q.device)
+        partial_lse = torch.empty(batch, heads, num_splits, device=q.device)
+    _kernels.launch(
+        "flash_attention_decode", q=q, k=k, v=v, out=out, partial_out=partial_out, partial_lse=partial_lse,
+        seqlens_k=seqlens_k, leftpad_k=leftpad_k,
+        batch=batch, heads=heads, kv_heads=kv_heads, kv_len=kv_len, head_dim=head_dim, num_splits=num_splits,
+        q_strides=Strides.of(q), k_strides=Strides.of(k), v_strides=Strides.of(v), out_strides=Strides.of(out),
+        scale=1 / math.sqrt(head_dim) if scale is None else scale,
+        vectors=all(map(_in_fours, (q, k, v))), dtype=dtype_code(q.dtype),
+    )  # fmt: skip
+    return out
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _in_fours(tensor: Tensor) -> bool:
+    """Whether every row of every head starts at a multiple of 4 elements and has a multiple of 4."""
+    return tensor.data_ptr() % (4 * tensor.element_size()) == 0 and not any(
+        n % 4 for n in (*tensor.stride()[:3], tensor.shape[3])
+    )
+
+
+def custom_flash_attention_decode(
+    q: Tensor, k: Tensor, v: Tensor, num_heads: int, causal: bool = False, **lengths: Tensor | int | None
+) -> Tensor:
+    """:func:`flash_attention_decode` on ``(batch, seq, num_heads * head_dim)`` tensors; q has one row.
+
+    ``causal`` changes nothing: the causal mask ends at the last key, and the one query is the last position. Further
+    keywords are :func:`flash_attention_decode`'s.
+
+    Raises:
+        ValueError: arguments that do not fit, named.
+    """
+    q_heads = heads_view("q", q, num_heads)
+    kv_heads = kv_heads_of(q_heads, k)
+    out = flash_attention_decode(q_heads, heads_view("k", k, kv_heads), heads_view("v", v, kv_heads), **lengths)
+    return out.flatten(2)
+
+
+class CustomFlashAttention(AttentionLayer):
+    """Multi-head self-attention that reads and extends a KV cache."""
+
+    def forward(
+        self,
+        x: Tensor,
+        kv_cache: tuple[Tensor, Tensor],
+        decode: bool = False,
+        current_pos: int = 0,
+        causal: bool = False,
+    ) -> Tensor:
+        """Append x's keys and values at ``current_pos``, then let x attend to the cache up to its own end.
+
+        Args:
+            x: ``(batch, seq, hidden_dim)``: a prompt, a chunk of one, or (``decode=True``) one token a sequence.
+            kv_cache: ``(k_cache, v_cache)``, each ``(batch, max_seq_len, hidden_dim)``; extended in place.
+            decode: use the decode kernel; seq must be 1.
+            current_pos: how many positions of the cache are filled.
+            causal: row i of x sees the cache up to position ``current_pos + i``.
+
+        Returns:
+            ``(batch, seq, hidden_dim)``.
+
+        Raises:
+            ValueError: arguments that do not fit; the cache is then untouched.
+        """
+        seq = x.shape[1] if x.dim() == 3 else 0
+        if decode and seq != 1:
+            raise ValueError(f"decode=True takes one token a sequence, x (batch, 1, hidden_dim); got {tuple(x.shape)}")
+        check_head_dim(self.head_dim)  # before anything is written
+        k_cache, v_cache = kv_cache
+        q, k, v = self.project_qkv(x)
+        # BEGIN SOLUTION
+        update_kv_cache(k_cache, v_cache, k, v, current_pos)
+        end = current_pos + seq
+        k, v = k_cache[:, :end], v_cache[:, :end]  # views: the cache is read where it lies
+        if decode:
+            o = custom_flash_attention_decode(q, k, v, self.num_heads, causal)
+        else:
+            q, k, v = (heads_view(name, t, self.num_heads) for name, t in (("q", q), ("k", k), ("v", v)))
+            o = flash_attention(q, k, v, causal=causal).flatten(2)
+        # END SOLUTION
+        return self.project_output(o)

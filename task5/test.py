@@ -1,0 +1,268 @@
+"""Task 5: your KV-cache kernels, checked at every step and timed over a prompt of 1,024 and 100 tokens.
+
+    python -m task5.test [--cache | --decode | --layer] [--check] [--no-timing]
+"""
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from common.check import Case, CheckFailed, Speed, Suite, assert_close, measure
+from common.check.attention import all_alike, attention_float64, attention_pytorch
+from task5 import attention
+from task5.attention import CustomFlashAttention, flash_attention_decode, update_kv_cache
+
+suite = Suite(
+    "task5",
+    title="KV cache and decode",
+    points=4,
+    sources=("task5/attention.py", "task5/attention_kernel.cu", "task4/attention.py", "task4/attention_kernel.cu"),
+)
+
+HALF, BFLOAT = torch.float16, torch.bfloat16
+CACHE = [
+    Case("first row", why="the start of the cache", small=True, batch=1, n=1, hidden=64, max_seq_len=8, pos=0),
+    Case("last row", why="the end of the cache", small=True, batch=2, n=1, hidden=64, max_seq_len=8, pos=7),
+    Case("a prompt", why="many rows at once", batch=2, n=20, hidden=200, max_seq_len=32, pos=0),
+    Case("a chunk in the middle", why="rows around it stay as they are", small=True, batch=2, n=5, hidden=130, max_seq_len=32, pos=9),
+    Case("fills the cache", why="n = max_seq_len", batch=1, n=16, hidden=64, max_seq_len=16, pos=0),
+    Case("one position a sequence", why="positions on the device, one per sequence", small=True, batch=3, n=2, hidden=64, max_seq_len=16, pos=(0, 14, 5)),
+    Case("positions past the end", why="rows that do not fit are not written", small=True, batch=3, n=2, hidden=64, max_seq_len=16, pos=(-1, 15, 16)),
+    Case("slices of one qkv tensor", why="k and v lie 3 hidden_dim apart", small=True, batch=2, n=3, hidden=64, max_seq_len=8, pos=2, fused=True),
+    Case("float16", why="16-bit caches", batch=2, n=3, hidden=64, max_seq_len=8, pos=2, dtype=HALF),
+    Case("bfloat16", why="16-bit caches", batch=2, n=3, hidden=64, max_seq_len=8, pos=2, dtype=BFLOAT),
+]  # fmt: skip
+
+
+@suite.check("cache", CACHE)
+def update_writes_these_rows_only(case, device, rng):
+    dtype = case.values.get("dtype", torch.float32)
+    k_cache, v_cache = (rng.randn(case.batch, case.max_seq_len, case.hidden, dtype=dtype) for _ in range(2))
+    if case.values.get("fused"):
+        _, k, v = rng.randn(case.batch, case.n, 3 * case.hidden, dtype=dtype).chunk(3, dim=-1)
+    else:
+        k, v = (rng.randn(case.batch, case.n, case.hidden, dtype=dtype) for _ in range(2))
+    before = k_cache.clone()
+    expected = [k_cache.clone(), v_cache.clone()]
+    positions = case.pos if isinstance(case.pos, tuple) else (case.pos,) * case.batch
+    for b, pos in enumerate(positions):
+        for i in range(case.n):
+            if 0 <= pos + i < case.max_seq_len:
+                expected[0][b, pos + i], expected[1][b, pos + i] = k[b, i], v[b, i]
+    pos = torch.tensor(case.pos, dtype=torch.int32, device=device) if isinstance(case.pos, tuple) else case.pos
+    update_kv_cache(k_cache, v_cache, k, v, pos)
+    for name, got, wanted in (("k_cache", k_cache, expected[0]), ("v_cache", v_cache, expected[1])):
+        if not torch.equal(got, wanted):
+            b, row = (got != wanted).any(-1).nonzero()[0].tolist()
+            raise CheckFailed(
+                f"{name} differs first at batch {b}, row {row}: {int((got != wanted).sum())} elements. "
+                f"Rows {case.pos} ... + {case.n} of each sequence should be the new ones, the others untouched",
+                not_written=torch.equal(k_cache, before),
+            )
+
+
+DECODE = [
+    Case("one key", why="the output is v", small=True, kv_len=1, head_dim=64),
+    Case("fewer keys than threads", why="most groups of threads have none", small=True, kv_len=5, head_dim=64),
+    Case("ragged", why="the last round is not full", small=True, kv_len=77, head_dim=64),
+    Case("head_dim 128", why="one key fills a warp", small=True, kv_len=70, head_dim=128),
+    Case("head_dim 80", why="shorter than the 128 it is padded to", kv_len=70, head_dim=80),
+    Case("head_dim 33", why="rows that no vector load can read", small=True, kv_len=40, head_dim=33),
+    Case("longer", why="many rounds, rescaled each time", batch=1, kv_len=1000, head_dim=64),
+    Case("batch", why="a block for each sequence and head", batch=4, heads=3, kv_len=100, head_dim=32),
+    Case("different lengths", why="each sequence reads its own number of keys", small=True, batch=3, kv_len=90, head_dim=64, seqlens=(90, 1, 40)),
+    Case("left padding", why="keys to skip at the start", small=True, batch=3, kv_len=60, head_dim=64, leftpad=(0, 59, 20)),
+    Case("a sequence without keys", why="gives 0, not NaN", batch=2, kv_len=30, head_dim=64, seqlens=(0, 30)),
+    Case("no keys", why="an empty cache gives 0", kv_len=0, head_dim=64),
+    Case("grouped queries", why="8 heads share 2 of keys and values", heads=8, kv_heads=2, kv_len=50, head_dim=64),
+    Case("part of a cache", why="a view of the first rows of a longer cache", small=True, kv_len=40, max_seq_len=64, head_dim=64),
+    Case("2 splits", why="two blocks share the keys, and are merged", small=True, kv_len=60, head_dim=64, num_splits=2),
+    Case("7 splits", why="the last split is shorter", kv_len=100, head_dim=128, num_splits=7),
+    Case("more splits than full", why="splits without any key", small=True, kv_len=9, head_dim=64, num_splits=7),
+    Case("splits past a sequence's end", why="some splits see no key of some sequences", batch=3, kv_len=90, head_dim=64, seqlens=(90, 1, 40), num_splits=3),
+    Case("splits and padding", why="some splits lie in the padding", batch=2, kv_len=90, head_dim=64, leftpad=(50, 89), num_splits=3),
+    Case("large scores", why="scores in the hundreds", kv_len=64, head_dim=64, scale=10.0),
+    Case("equal keys", why="every weight is 1 / kv_len", kv_len=64, head_dim=64, scale=0.0),
+    Case("float16", why="16-bit cache, fp32 inside", small=True, kv_len=70, head_dim=64, dtype=HALF),
+    Case("bfloat16", why="16-bit cache, fp32 inside", kv_len=70, head_dim=128, dtype=BFLOAT, num_splits=2),
+    Case("long", why="the splits that the rule chooses", devices=("cuda",), batch=1, heads=32, kv_len=30000, head_dim=128),
+    Case("course size", why="B16, 32 heads, 1,024 keys", devices=("cuda",), batch=16, heads=32, kv_len=1024, head_dim=128),
+]  # fmt: skip
+
+
+@suite.check("decode", DECODE)
+def decode_matches_float64(case, device, rng):
+    v = case.values
+    batch, heads, dtype = v.get("batch", 2), v.get("heads", 2), v.get("dtype", torch.float32)
+    shape = (batch, v.get("max_seq_len", case.kv_len), v.get("kv_heads", heads), case.head_dim)
+    q = rng.randn(batch, 1, heads, case.head_dim, dtype=dtype, scale=v.get("scale", 1.0))
+    k = rng.randn(*shape, dtype=dtype, scale=v.get("scale", 1.0))[:, : case.kv_len]
+    value = rng.randn(*shape, dtype=dtype)[:, : case.kv_len]
+    visible = {}
+    for name, argument in (("seqlens", "seqlens_k"), ("leftpad", "leftpad_k")):
+        if name in v:
+            visible[argument] = torch.tensor(v[name], dtype=torch.int32, device=device)
+    assert_close(
+        flash_attention_decode(q, k, value, **visible, num_splits=v.get("num_splits")),
+        attention_float64(q, k, value, **visible),
+        attention_pytorch(q, k, value, **visible),
+        axes=("batch", "row", "head", "column"),
+        suspects={
+            "the lengths are ignored": lambda: attention_float64(q, k, value),
+            "the scores are not scaled": lambda: attention_float64(q, k, value, scale=1.0, **visible),
+        },
+    )
+
+
+SPLITS = [
+    Case("one block short", why="0.97 of a wave: splitting would start a second", blocks=512, kv_len=1024, splits=1),
+    Case("many blocks", why="the chip is full without", blocks=2048, kv_len=4096, splits=1),
+    Case("few keys", why="less than two splits' worth", blocks=1, kv_len=200, splits=1),
+]
+
+
+@suite.check("decode", SPLITS, kernels=False)
+def splits_follow_the_rule(case, device, rng):
+    chosen = attention.choose_num_splits(case.blocks, case.kv_len, multiprocessors=132)
+    assert chosen == case.splits, f"{case.splits} splits are enough for {case}; the rule gives {chosen}"
+
+
+def _projected(attend, x, parameters, heads, **visible):
+    """The whole layer by definition: x and its parameters in one dtype."""
+    q, k, v = ((x @ parameters[f"w_{n}"] + parameters[f"b_{n}"]).unflatten(-1, (heads, -1)) for n in "qkv")
+    return attend(q, k, v, **visible).flatten(2) @ parameters["w_o"] + parameters["b_o"]
+
+
+GENERATION = [
+    Case("prompt and tokens", why="prefill, then one token at a time", small=True, batch=2, chunks=(12, 1, 1, 1), heads=2, hidden=64),
+    Case("tokens only", why="an empty cache, one token at a time", batch=2, chunks=(1, 1, 1, 1), heads=2, hidden=64),
+    Case("prompt in chunks", why="a chunk sees the cache before it and itself, causally", batch=2, chunks=(20, 33, 7, 1, 1), heads=2, hidden=64),
+    Case("course size", why="1,024 tokens and 100 more, each one checked", devices=("cuda",), batch=1, chunks=(1024,) + (1,) * 100, heads=32, hidden=4096),
+    Case("laptop size", why="100 tokens after a prompt, each one checked", devices=("cpu",), batch=1, chunks=(40,) + (1,) * 100, heads=2, hidden=64),
+]  # fmt: skip
+
+
+@suite.check("layer", GENERATION)
+def every_step_matches_float64(case, device, rng):
+    names = [*(f"w_{n}" for n in "qkvo"), *(f"b_{n}" for n in "qkvo")]
+    h = case.hidden
+    parameters = {n: rng.randn(*((h, h) if n[0] == "w" else (h,)), scale=h**-0.5) for n in names}
+    layer = CustomFlashAttention(*(parameters[n] for n in names[:4]), h, case.heads, *(parameters[n] for n in names[4:]))
+    total = sum(case.chunks)
+    x = rng.randn(case.batch, total, h)
+    caches = [rng.randn(case.batch, total + 3, h) for _ in range(2)]  # old contents must not be seen
+    exact = _projected(attention_float64, x.double(), {n: p.double() for n, p in parameters.items()}, case.heads, causal=True)
+    pytorch = _projected(attention_pytorch, x, parameters, case.heads, causal=True)
+    pos = 0
+    for n in case.chunks:
+        step = slice(pos, pos + n)
+        got = layer(x[:, step], caches, decode=n == 1, current_pos=pos, causal=True)
+        # The whole sequence decides the budget: PyTorch's loss in a single row can be 0 by luck.
+        everything = pytorch.clone()
+        everything[:, step] = got
+        assert_close(everything, exact, pytorch, axes=("batch", "token", "column"))
+        pos += n
+
+
+# Speed ---------------------------------------------------------------------------------------------------
+
+EFFICIENT = "PyTorch with a cache (SDPA, memory-efficient backend)"
+RECOMPUTE = "recomputing everything (torch.nn.MultiheadAttention)"
+PROMPT, TOKENS, HIDDEN, HEADS = 1024, 100, 4096, 32
+
+
+@suite.measurement("generation", fields=["TTFT", "TBT"])
+def generation_speed(device, report):
+    batch, total = 4, PROMPT + TOKENS
+    weights = [torch.randn(HIDDEN, HIDDEN, device=device) * HIDDEN**-0.5 for _ in range(4)]
+    layer = CustomFlashAttention(*weights, HIDDEN, HEADS)
+    mha = torch.nn.MultiheadAttention(HIDDEN, HEADS, bias=False, batch_first=True, device=device).eval()
+    mha.in_proj_weight.data = torch.cat([w.T for w in weights[:3]])
+    mha.out_proj.weight.data = weights[3].T.contiguous()
+    x = torch.randn(batch, total, HIDDEN, device=device)
+    ours, theirs = ([torch.zeros(batch, total, HIDDEN, device=device) for _ in range(2)] for _ in range(2))
+    mask = torch.ones(total, total, dtype=torch.bool, device=device).triu(1)
+
+    def with_cache(pos, n):
+        q, k, v = layer.project_qkv(x[:, pos : pos + n])
+        theirs[0][:, pos : pos + n], theirs[1][:, pos : pos + n] = k, v
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, theirs[0][:, : pos + n], theirs[1][:, : pos + n]))
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            o = scaled_dot_product_attention(q, k, v, is_causal=n > 1)
+        return layer.project_output(o.transpose(1, 2).flatten(2))
+
+    def recompute(end):
+        return mha(x[:, :end], x[:, :end], x[:, :end], attn_mask=mask[:end, :end], need_weights=False)[0]
+
+    def tokens(step):
+        return torch.cat([step(pos)[:, -1:] for pos in range(PROMPT, total)], dim=1)
+
+    with torch.inference_mode():
+        first = measure(
+            {
+                "ours": lambda: layer(x[:, :PROMPT], ours, causal=True),
+                EFFICIENT: lambda: with_cache(0, PROMPT),
+                RECOMPUTE: lambda: recompute(PROMPT),
+            },
+            check=all_alike,
+            include_host=True,
+        )
+        later = measure(
+            {
+                "ours": lambda: tokens(lambda pos: layer(x[:, pos : pos + 1], ours, decode=True, current_pos=pos)),
+                EFFICIENT: lambda: tokens(lambda pos: with_cache(pos, 1)),
+                RECOMPUTE: lambda: tokens(lambda pos: recompute(pos + 1)),
+            },
+            check=all_alike,
+            include_host=True,
+            seconds=5,
+        )
+    later = {name: timing.per(TOKENS) for name, timing in later.items()}
+    shape = f"one layer, B{batch}, prompt {PROMPT}, {TOKENS} tokens, hidden {HIDDEN}, {HEADS} heads"
+    report.add(Speed("TTFT", shape, x.dtype, first.pop("ours"), first))
+    report.add(Speed("TBT", shape, x.dtype, later.pop("ours"), later))
+
+
+DECODE_SPEEDS = {
+    "decode B16, 1,024 keys": (16, 1024),
+    "decode B1, 1,024 keys": (1, 1024),
+    "decode B1, 32,768 keys": (1, 32768),
+}
+
+
+@suite.measurement("decode kernel alone", fields=list(DECODE_SPEEDS))
+def decode_speed(device, report):
+    d = HIDDEN // HEADS
+    for name, (batch, kv_len) in DECODE_SPEEDS.items():
+        q = torch.randn(batch, 1, HEADS, d, device=device)
+        k, v = (torch.randn(batch, kv_len, HEADS, d, device=device) for _ in range(2))
+        times = _time_decode(q, k, v)
+        splits = attention.choose_num_splits(batch * HEADS, kv_len, attention._multiprocessors(device))
+        report.add(
+            Speed(
+                name,
+                f"B{batch}, {HEADS} heads, head_dim {d}, {kv_len} keys, {splits} splits",
+                q.dtype,
+                times.pop("ours"),
+                times,
+                bytes=2 * k.numel() * k.element_size(),
+            )
+        )
+
+
+def _time_decode(q, k, v):
+    def pytorch():
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            return scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+
+    return measure(
+        {"ours": lambda: flash_attention_decode(q, k, v), "SDPA, memory-efficient backend": pytorch},
+        check=all_alike,
+        seconds=1,
+    )
+
+
+test_task5 = suite.pytest()
+
+if __name__ == "__main__":
+    suite.main()
