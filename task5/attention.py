@@ -96,14 +96,18 @@ def choose_num_splits(blocks: int, kv_len: int, multiprocessors: int) -> int:
     ``MIN_KEYS_PER_SPLIT`` keys in each. (The rule of FlashDecoding in the FlashAttention library.)
     """
     slots = multiprocessors * BLOCKS_PER_MULTIPROCESSOR
+    # BEGIN SOLUTION, until then: return 1
     return _fewest_splits(blocks, slots, most=max(1, min(kv_len // MIN_KEYS_PER_SPLIT, slots)))
+    # END SOLUTION
 
 
 @functools.cache
 def _fewest_splits(blocks: int, slots: int, most: int) -> int:
+    # BEGIN SOLUTION
     waves = [blocks * splits / slots for splits in range(1, most + 1)]
     fullness = [w / math.ceil(w) for w in waves]
     return next(i for i, f in enumerate(fullness, start=1) if f >= 0.85 * max(fullness))
+    # END SOLUTION
 
 
 def flash_attention_decode(

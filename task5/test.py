@@ -1,6 +1,6 @@
 """Task 5: your KV-cache kernels, checked at every step and timed over a prompt of 1,024 and 100 tokens.
 
-    python -m task5.test [--cache | --decode | --layer] [--check] [--no-timing]
+    python -m task5.test [--cache | --decode | --splits | --layer] [--check] [--no-timing]
 """
 
 import torch
@@ -75,23 +75,36 @@ DECODE = [
     Case("a sequence without keys", why="gives 0, not NaN", batch=2, kv_len=30, head_dim=64, seqlens=(0, 30)),
     Case("no keys", why="an empty cache gives 0", kv_len=0, head_dim=64),
     Case("grouped queries", why="8 heads share 2 of keys and values", heads=8, kv_heads=2, kv_len=50, head_dim=64),
+    Case("large scores", why="scores in the hundreds", kv_len=64, head_dim=64, scale=10.0),
+    Case("equal keys", why="every weight is 1 / kv_len", kv_len=64, head_dim=64, scale=0.0),
     Case("part of a cache", why="a view of the first rows of a longer cache", small=True, kv_len=40, max_seq_len=64, head_dim=64),
+    Case("float16", why="16-bit cache, fp32 inside", small=True, kv_len=70, head_dim=64, dtype=HALF),
+    Case("bfloat16", why="16-bit cache, fp32 inside", kv_len=70, head_dim=128, dtype=BFLOAT),
+    Case("course size", why="B16, 32 heads, 1,024 keys", devices=("cuda",), batch=16, heads=32, kv_len=1024, head_dim=128),
+]  # fmt: skip
+
+SPLITS = [
     Case("2 splits", why="two blocks share the keys, and are merged", small=True, kv_len=60, head_dim=64, num_splits=2),
     Case("7 splits", why="the last split is shorter", kv_len=100, head_dim=128, num_splits=7),
     Case("more splits than full", why="splits without any key", small=True, kv_len=9, head_dim=64, num_splits=7),
     Case("splits past a sequence's end", why="some splits see no key of some sequences", batch=3, kv_len=90, head_dim=64, seqlens=(90, 1, 40), num_splits=3),
     Case("splits and padding", why="some splits lie in the padding", batch=2, kv_len=90, head_dim=64, leftpad=(50, 89), num_splits=3),
-    Case("large scores", why="scores in the hundreds", kv_len=64, head_dim=64, scale=10.0),
-    Case("equal keys", why="every weight is 1 / kv_len", kv_len=64, head_dim=64, scale=0.0),
-    Case("float16", why="16-bit cache, fp32 inside", small=True, kv_len=70, head_dim=64, dtype=HALF),
-    Case("bfloat16", why="16-bit cache, fp32 inside", kv_len=70, head_dim=128, dtype=BFLOAT, num_splits=2),
+    Case("bfloat16", why="partial results stay fp32", kv_len=70, head_dim=128, dtype=BFLOAT, num_splits=2),
     Case("long", why="the splits that the rule chooses", devices=("cuda",), batch=1, heads=32, kv_len=30000, head_dim=128),
-    Case("course size", why="B16, 32 heads, 1,024 keys", devices=("cuda",), batch=16, heads=32, kv_len=1024, head_dim=128),
 ]  # fmt: skip
 
 
 @suite.check("decode", DECODE)
 def decode_matches_float64(case, device, rng):
+    compare_decode(case, device, rng, num_splits=1)
+
+
+@suite.check("splits", SPLITS, optional=True)
+def splits_match_float64(case, device, rng):
+    compare_decode(case, device, rng, num_splits=case.values.get("num_splits"))
+
+
+def compare_decode(case, device, rng, num_splits):
     v = case.values
     batch, heads, dtype = v.get("batch", 2), v.get("heads", 2), v.get("dtype", torch.float32)
     shape = (batch, v.get("max_seq_len", case.kv_len), v.get("kv_heads", heads), case.head_dim)
@@ -103,7 +116,7 @@ def decode_matches_float64(case, device, rng):
         if name in v:
             visible[argument] = torch.tensor(v[name], dtype=torch.int32, device=device)
     assert_close(
-        flash_attention_decode(q, k, value, **visible, num_splits=v.get("num_splits")),
+        flash_attention_decode(q, k, value, **visible, num_splits=num_splits),
         attention_float64(q, k, value, **visible),
         attention_pytorch(q, k, value, **visible),
         axes=("batch", "row", "head", "column"),
@@ -114,14 +127,14 @@ def decode_matches_float64(case, device, rng):
     )
 
 
-SPLITS = [
+RULE = [
     Case("one block short", why="0.97 of a wave: splitting would start a second", blocks=512, kv_len=1024, splits=1),
     Case("many blocks", why="the chip is full without", blocks=2048, kv_len=4096, splits=1),
     Case("few keys", why="less than two splits' worth", blocks=1, kv_len=200, splits=1),
 ]
 
 
-@suite.check("decode", SPLITS, kernels=False)
+@suite.check("splits", RULE, kernels=False, optional=True)
 def splits_follow_the_rule(case, device, rng):
     chosen = attention.choose_num_splits(case.blocks, case.kv_len, multiprocessors=132)
     assert chosen == case.splits, f"{case.splits} splits are enough for {case}; the rule gives {chosen}"

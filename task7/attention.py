@@ -122,7 +122,9 @@ def course_attention(
     """
     if dropout != 0.0:
         raise ValueError(f"our kernels have no dropout, got {dropout}; call model.eval()")
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+    if torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+    ):
         raise ValueError("our kernels have no backward pass; run the model under torch.no_grad()")
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:

@@ -154,7 +154,12 @@ class ModelWithCustomAttention:
                 raise ValueError(
                     f"temperature must be above 0 and top_k at least 0; got {temperature} and {top_k}"
                 )
-            options = {"do_sample": True, "temperature": float(temperature), "top_k": top_k, "top_p": 1.0}
+            options = {
+                "do_sample": True,
+                "temperature": float(temperature),
+                "top_k": top_k,
+                "top_p": 1.0,
+            }
         if cache == "static":
             # disable_compile: transformers would run torch.compile, which takes a minute
             options |= {"cache_implementation": "static", "disable_compile": True}
@@ -228,7 +233,9 @@ def _tiny() -> str:
 def _folder(folder: Path) -> Path:
     if not folder.is_dir():
         known = ", ".join((*HUB_MODELS, TINY))
-        raise ValueError(f"unknown model {str(folder)!r}: known are {known}, or a folder with a GPT-2 in it")
+        raise ValueError(
+            f"unknown model {str(folder)!r}: known are {known}, or a folder with a GPT-2 in it"
+        )
     if not any(all((folder / file).is_file() for file in files) for files in _FILE_SETS):
         raise ValueError(f"{folder} has no GPT-2 in it: expected {', '.join(_FILES)}")
     kind = json.loads((folder / "config.json").read_text()).get("model_type")
@@ -249,8 +256,10 @@ def _cached(repo: str, cache_dir: str | Path | None) -> Path | None:
 
 
 def _download(repo: str, cache_dir: str | Path | None) -> Path:
-    from huggingface_hub import hf_hub_url, snapshot_download
+    from huggingface_hub import constants, hf_hub_url, snapshot_download
 
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError(f"cannot download {repo}: HF_HUB_OFFLINE is set")
     url = hf_hub_url(repo, "config.json")
     try:
         # The hub's client tries for a minute before it gives up, so ask once by ourselves first.
@@ -259,7 +268,9 @@ def _download(repo: str, cache_dir: str | Path | None) -> Path:
         ).close()
         return Path(snapshot_download(repo, allow_patterns=list(_FILES), cache_dir=cache_dir))
     except urllib.error.HTTPError as error:
-        raise ValueError(f"cannot download {repo}: {url} answers {error.code} {error.reason}") from error
+        raise ValueError(
+            f"cannot download {repo}: {url} answers {error.code} {error.reason}"
+        ) from error
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise ValueError(f"cannot download {repo} from {url}: {reason}") from error
@@ -289,15 +300,21 @@ def _device(wanted: torch.device | str | None) -> torch.device:
 def run(arguments: Sequence[str] | None, attention: str, description: str) -> None:
     """The command line of inference and inference_ref."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--model", default="gpt2", help=f"{', '.join((*HUB_MODELS, TINY))}, or a folder")
+    parser.add_argument(
+        "--model", default="gpt2", help=f"{', '.join((*HUB_MODELS, TINY))}, or a folder"
+    )
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-new-tokens", type=int, default=200)
-    parser.add_argument("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
+    parser.add_argument(
+        "--sample", action="store_true", help="draw tokens instead of taking the likeliest"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=50)
     parser.add_argument("--device", help="cpu or cuda; default: the GPU if there is one")
-    parser.add_argument("--download", action="store_true", help="fetch the model if it is not in the cache")
+    parser.add_argument(
+        "--download", action="store_true", help="fetch the model if it is not in the cache"
+    )
     args = parser.parse_args(arguments)
     try:
         folder, says = find_model(args.model, download=args.download)

@@ -1,6 +1,6 @@
 """Task 7: GPT-2 through Hugging Face on your kernels, checked against Hugging Face's own attention.
 
-    python -m task7.test [--attention | --tokens | --inputs | --model] [--check] [--no-timing]
+python -m task7.test [--attention | --tokens | --inputs | --model] [--check] [--no-timing]
 """
 
 import copy
@@ -64,14 +64,19 @@ ATTENTION = [
 def attention_matches_float64(case: Case, device: torch.device, rng: Any) -> None:
     batch, head_dim = 3, 64
     values = case.values
-    heads, offset, dtype = values.get("heads", 2), values.get("offset", 0), values.get("dtype", torch.float32)
+    heads, offset, dtype = (
+        values.get("heads", 2),
+        values.get("offset", 0),
+        values.get("dtype", torch.float32),
+    )
     masked, is_causal = values.get("mask", True), values.get("is_causal")
     length = offset + case.q_len
     # queries come as slices of one projection, a cache is (batch, heads, n, d) in memory
     q = rng.randn(batch, case.q_len, 3 * heads * head_dim, dtype=dtype)[..., : heads * head_dim]
     q = q.unflatten(-1, (heads, head_dim)).transpose(1, 2)
     k, v = (
-        rng.randn(batch, values.get("kv_heads", heads), case.kv_len, head_dim, dtype=dtype) for _ in range(2)
+        rng.randn(batch, values.get("kv_heads", heads), case.kv_len, head_dim, dtype=dtype)
+        for _ in range(2)
     )
     visible: dict[str, Any] = {"causal": is_causal is None and case.q_len > 1}
     mask = None
@@ -93,15 +98,23 @@ def attention_matches_float64(case: Case, device: torch.device, rng: Any) -> Non
         v[:, :, length:] = torch.nan
     module = torch.nn.Module()
     module.is_causal = True
-    got, weights = course_attention(module, q, k, v, mask, scaling=head_dim**-0.5, is_causal=is_causal)
+    got, weights = course_attention(
+        module, q, k, v, mask, scaling=head_dim**-0.5, is_causal=is_causal
+    )
     if weights is not None:
-        raise CheckFailed("the second thing that is returned must be None: no attention weights are stored")
+        raise CheckFailed(
+            "the second thing that is returned must be None: no attention weights are stored"
+        )
     assert_close(got, truth, pytorch, axes=("sequence", "query", "head", "d"))
 
 
 # ---- generate -------------------------------------------------------------------------------------
 
-STORIES = ("Once upon a time there was", "One morning, Mira walked to", "Why does the softmax subtract the maximum?")
+STORIES = (
+    "Once upon a time there was",
+    "One morning, Mira walked to",
+    "Why does the softmax subtract the maximum?",
+)
 SAMPLE_SEED = 3
 
 TOKENS = [
@@ -160,14 +173,18 @@ def greedy_tokens_equal_the_reference(case: Case, device: torch.device, rng: Any
         raise CheckFailed(f"kernels launched: {dict(ours_launched)}; expected {dict(+expected)}")
     if "beams" in case.values:
         if not torch.equal(got, want):
-            raise CheckFailed(f"beam search gives\n{got.tolist()}\nand not the reference's\n{want.tolist()}")
+            raise CheckFailed(
+                f"beam search gives\n{got.tolist()}\nand not the reference's\n{want.tolist()}"
+            )
         return
     _same_tokens(got, want, mask, plain, truth)
     if case.new >= 40 and len(got[:, prompt:].unique()) < 8:
         raise CheckFailed("fewer than 8 different tokens: this comparison says nothing")
 
 
-def _same_tokens(got: Tensor, want: Tensor, mask: Tensor, plain: PreTrainedModel, truth: PreTrainedModel) -> None:
+def _same_tokens(
+    got: Tensor, want: Tensor, mask: Tensor, plain: PreTrainedModel, truth: PreTrainedModel
+) -> None:
     """Each sequence must be the reference's, up to a token where the two best are equal within rounding."""
     if got.shape != want.shape:
         raise CheckFailed(f"tokens {tuple(got.shape)}, the reference's {tuple(want.shape)}")
@@ -211,7 +228,9 @@ def sampling_repeats_with_its_seed(case: Case, device: torch.device, rng: Any) -
         raise CheckFailed("four seeds give one text: nothing is sampled")
     if not torch.equal(state, torch.get_rng_state()):
         raise CheckFailed("PyTorch's own random state has changed")
-    if model.generate(PROMPT, case.new, 5.0, 1, do_sample=True, seed=0) != model.generate(PROMPT, case.new):
+    if model.generate(PROMPT, case.new, 5.0, 1, do_sample=True, seed=0) != model.generate(
+        PROMPT, case.new
+    ):
         raise CheckFailed("top_k = 1 must be greedy at any temperature")
 
 
@@ -272,7 +291,9 @@ def _with_gradients(model: ModelWithCustomAttention) -> None:
         model.model(_ones(model))
 
 
-@suite.check("inputs", [Case(name, why="a sentence, and no launch") for name in _INPUTS], kernels=False)
+@suite.check(
+    "inputs", [Case(name, why="a sentence, and no launch") for name in _INPUTS], kernels=False
+)
 def wrong_inputs_are_refused(case: Case, device: torch.device, rng: Any) -> None:
     call, words = _INPUTS[case.name]
     model = _tiny(device)
@@ -292,7 +313,9 @@ def wrong_inputs_are_refused(case: Case, device: torch.device, rng: Any) -> None
 # ---- the bundled model ----------------------------------------------------------------------------
 
 
-@suite.check("model", [Case("no network", why="nothing is fetched, nothing is waited for")], kernels=False)
+@suite.check(
+    "model", [Case("no network", why="nothing is fetched, nothing is waited for")], kernels=False
+)
 def bundled_model_needs_no_network(case: Case, device: torch.device, rng: Any) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise CheckFailed("something tried to reach the network")
@@ -304,7 +327,9 @@ def bundled_model_needs_no_network(case: Case, device: torch.device, rng: Any) -
     ):
         folder, says = find_model("gpt2", cache_dir=empty_cache)
         if folder != TINY_FOLDER or "tiny" not in says or "--download" not in says:
-            raise CheckFailed(f"gpt2 is not there, so the tiny model should stand in; got {folder}: {says}")
+            raise CheckFailed(
+                f"gpt2 is not there, so the tiny model should stand in; got {folder}: {says}"
+            )
         with patch.object(inference, "_cached", return_value=None):
             ModelWithCustomAttention(TINY, device=device)
     size = sum(file.stat().st_size for file in TINY_FOLDER.iterdir() if file.is_file())
@@ -348,7 +373,9 @@ def time_per_token(device: torch.device, report: Any) -> None:
     def run(model: ModelWithCustomAttention) -> Tensor:
         return model.generate_tokens(*model.encode([PROMPT]), new, ignore_end=True)
 
-    times = measure({name: lambda m=m: run(m) for name, m in models.items()}, seconds=6, include_host=True)
+    times = measure(
+        {name: lambda m=m: run(m) for name, m in models.items()}, seconds=6, include_host=True
+    )
     times = {name: timing.per(new) for name, timing in times.items()}
     ours = times.pop("ours")
     report.add(
@@ -372,7 +399,9 @@ def _tiny(device: torch.device) -> ModelWithCustomAttention:
 
 
 @cache
-def _models(kind: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel]:
+def _models(
+    kind: str, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel]:
     """The same weights three times: on our kernels, on Hugging Face's eager attention, and that in float64."""
     if kind == "tiny":
         config = GPT2Config.from_pretrained(TINY_FOLDER)
@@ -392,7 +421,11 @@ def _models(kind: str, device: torch.device) -> tuple[PreTrainedModel, PreTraine
         weights = None
     cls = LlamaForCausalLM if kind == "llama" else GPT2LMHeadModel
     models = []
-    for attention, dtype in ((NAME, torch.float32), ("eager", torch.float32), ("eager", torch.float64)):
+    for attention, dtype in (
+        (NAME, torch.float32),
+        ("eager", torch.float32),
+        ("eager", torch.float64),
+    ):
         # _from_config writes into the config; with one for all, they would all run the same attention
         model = cls._from_config(copy.deepcopy(config), attn_implementation=attention)
         if weights is None:

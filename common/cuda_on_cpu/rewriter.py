@@ -148,7 +148,8 @@ class _File:
         """Rewrite the launch whose `<<<` is token i; returns the index after its arguments."""
         tokens, line = self.tokens, self.tokens[i].line
         start = self._kernel_start(i)
-        kernel = "".join(t.text for t in tokens[start:i]).strip()
+        kernel = _one_line(tokens[start:i])
+        newlines = "\n" * "".join(t.text for t in tokens[start:i]).count("\n")
         del self.out[len(self.out) - (i - start) :]
 
         close = self._launch_close(i)
@@ -161,16 +162,14 @@ class _File:
         opening = self._next(close + 3)
         end = self._matching(opening)
         arguments = "".join(t.text for t in tokens[opening + 1 : end])
-        kernel_line = tokens[start].line
+        after_config = "".join(t.text for t in tokens[close + 3 : opening])
+        separator = ", " if _has_code(tokens[opening + 1 : end]) else ""
+        pointer = f"::cuda_on_cpu::entry_point(t_, {kernel})"
         self.out.append(
-            f"::cuda_on_cpu::launch({_c_string(_one_line(tokens[start:i]))}, __FILE__, {kernel_line}, "
+            f"::cuda_on_cpu::launch({_c_string(kernel)}, __FILE__, {tokens[start].line}, "
             f"[&](auto&... a_) {{ {kernel}(a_...); }}, "
-            f"[&](auto t_) -> decltype(::cuda_on_cpu::entry_point(t_, {_flat(tokens[start:i])})) "
-            f"{{ return ::cuda_on_cpu::entry_point(t_, {_flat(tokens[start:i])}); }}, "
-            f"::cuda_on_cpu::LaunchConfig({config}"
-            + "".join(t.text for t in tokens[close + 3 : opening])
-            + ")"
-            + (f", {arguments})" if _has_code(tokens[opening + 1 : end]) else f"{arguments})")
+            f"[&](auto t_) -> decltype({pointer}) {{ return {pointer}; }}, {newlines}"
+            f"::cuda_on_cpu::LaunchConfig({config}){after_config}{separator}{arguments})"
         )
         return end + 1
 

@@ -12,10 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from common.check.results import render
+
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = ("common/staff/", "common/tests/", "common/records/", ".ci/")
 BEGIN, END = "BEGIN SOLUTION", "END SOLUTION"
-_MARK = re.compile(rf"^(?P<indent>\s*)(?P<comment>#|//)\s*(?P<word>{BEGIN}|{END})\s*$")
+_MARK = re.compile(rf"^(?P<indent>\s*)(#|//)\s*(?P<word>{BEGIN}|{END})(, until then: (?P<until>.+?))?\s*$")
 
 
 class MarkError(ValueError):
@@ -25,7 +27,8 @@ class MarkError(ValueError):
 def cut(source: str, path: str) -> tuple[str, int]:
     """A file without its answers.
 
-    In Python an answer becomes ``raise NotImplementedError("... is not written yet")``, in CUDA a comment; the rest
+    In Python an answer becomes ``raise NotImplementedError("... is not written yet")``, in CUDA a comment, and what
+    stands behind ``BEGIN SOLUTION, until then:`` where the optional part of a task must not stop the others. The rest
     of the file is unchanged.
 
     Returns:
@@ -48,7 +51,7 @@ def cut(source: str, path: str) -> tuple[str, int]:
         elif mark["word"] == BEGIN:
             begun = number
             answers += 1
-            kept.append(f"{mark['indent']}{_placeholder(path, kept, mark['indent'])}\n")
+            kept.append(f"{mark['indent']}{mark['until'] or _placeholder(path, kept, mark['indent'])}\n")
         else:
             begun = 0
     if begun:
@@ -65,7 +68,7 @@ def _placeholder(path: str, before: list[str], indent: str) -> str:
         if found and len(found[1]) < width:
             name.insert(0, found[2])
             width = len(found[1])
-    return f'raise NotImplementedError("{path}: {".".join(name)} is not written yet")'
+    return f'raise NotImplementedError("{".".join(name)} is not written yet")'
 
 
 def make(destination: Path) -> dict[str, int]:
@@ -94,6 +97,8 @@ def make(destination: Path) -> dict[str, int]:
         shutil.copy2(ROOT / file, target)
         if file in texts:
             target.write_text(texts[file], encoding="utf-8")
+        elif file == "Results.md":
+            target.write_text(render(target.read_text(encoding="utf-8"), {}, root=ROOT), encoding="utf-8")  # empty
     return answers
 
 

@@ -64,7 +64,7 @@ def test_python_answers_become_not_implemented():
     assert answers == 1
     assert text == (
         "class A:\n    def f(self):\n        x = 1\n"
-        '        raise NotImplementedError("taskN/attention.py: A.f is not written yet")\n'
+        '        raise NotImplementedError("A.f is not written yet")\n'
     )
 
 

@@ -104,7 +104,8 @@ _PLOTS = {
         ],
         [
             "They went to {friend}, who {drew a map for them|told them to follow the stars}.",
-            "{friend} joined them, and {the three of them|all three} {climbed the hill|took the long way around the {place}}.",
+            "{friend} joined them, and {the three of them|all three} "
+            "{climbed the hill|took the long way around the {place}}.",
             "On the way they met {friend}, who knew {every stone|each turn} of the road.",
         ],
         [

@@ -1,4 +1,4 @@
-"""Make the tiny GPT-2 in this folder: ``python -m task7.tiny_gpt2.train`` (some minutes on two cores).
+"""Make the tiny GPT-2 in this folder: ``python -m task7.tiny_gpt2.train`` (about five minutes on two cores).
 
 Corpus, tokenizer, model and training are all here and in corpus.py, with fixed seeds. Another
 machine or thread count sums in another order, so its weights differ in the last digits and
@@ -28,6 +28,7 @@ FOLDER = Path(__file__).parent
 END_OF_TEXT = "<|endoftext|>"
 END_ID = 0
 MAX_FOLDER_BYTES = 5_000_000
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,10 @@ class Settings:
     n_embd: int = 192  # 3 heads of 64, GPT-2's head_dim
     n_layer: int = 4
     n_head: int = 3
-    steps: int = 450
-    matrix_rate: float = 0.02  # Muon, for the matrices of the layers: half the steps that AdamW needs
+    steps: int = 750
+    matrix_rate: float = (
+        0.02  # Muon, for the matrices of the layers: half the steps that AdamW needs
+    )
     other_rate: float = 4e-3  # AdamW, for embeddings, norms and biases
     # Most steps see short rows, which are cheap. Half of those rows get positions from somewhere in
     # the middle, and every fourth step has rows of the full length, so that each of the n_positions
@@ -101,7 +104,9 @@ class Stream:
         return self.tokens[picked[:, None] + torch.arange(length)]
 
 
-def batch_of(stream: Stream, step: int, settings: Settings, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+def batch_of(
+    stream: Stream, step: int, settings: Settings, rng: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Tokens and positions (rows, length) of one step; see Settings for which."""
     if step % settings.long_every == settings.long_every - 1:
         tokens = stream.rows(settings.long_rows, settings.n_positions, rng)
@@ -169,7 +174,10 @@ def train(settings: Settings) -> tuple[GPT2LMHeadModel, GPT2Tokenizer, dict]:
         recent.append(loss.item())
         if len(recent) == 25 or step + 1 == settings.steps:
             mean, seconds = sum(recent) / len(recent), time.perf_counter() - began
-            print(f"step {step + 1:4d} of {settings.steps}   loss {mean:.3f}   {seconds:4.0f} s", flush=True)
+            print(
+                f"step {step + 1:4d} of {settings.steps}   loss {mean:.3f}   {seconds:4.0f} s",
+                flush=True,
+            )
             recent.clear()
 
     # What is kept is 16 bits a weight, so that is what gets judged.
@@ -194,7 +202,9 @@ def train(settings: Settings) -> tuple[GPT2LMHeadModel, GPT2Tokenizer, dict]:
 
 def rate(settings: Settings, step: int) -> float:
     """Factor of the learning rates: up over 20 steps, then down along a cosine."""
-    return min(1.0, (step + 1) / 20) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / settings.steps)))
+    return min(1.0, (step + 1) / 20) * (
+        0.02 + 0.49 * (1 + math.cos(math.pi * step / settings.steps))
+    )
 
 
 @torch.no_grad()
@@ -245,16 +255,47 @@ def save(model: GPT2LMHeadModel, tokenizer: GPT2Tokenizer, figures: dict, folder
         Path(new, "training.json").write_text(json.dumps(figures, indent=2) + "\n")
         size = sum(path.stat().st_size for path in Path(new).iterdir())
         if size > MAX_FOLDER_BYTES:
-            raise ValueError(f"the files have {size:,} bytes; at most {MAX_FOLDER_BYTES:,} are wanted")
+            raise ValueError(
+                f"the files have {size:,} bytes; at most {MAX_FOLDER_BYTES:,} are wanted"
+            )
+        if (folder / "README.md").is_file():
+            text = with_figures((folder / "README.md").read_text(), figures, size)
+            Path(new, "README.md").write_text(text)
         for path in sorted(Path(new).iterdir()):
             path.chmod(0o644)
             os.replace(path, folder / path.name)
     return size
 
 
+def with_figures(readme: str, figures: dict, size: int) -> str:
+    """The model card with this training's figures between its markers."""
+    machine = figures["machine"]
+    lines = [
+        "| | |",
+        "|---|---|",
+        f"| parameters | {figures['parameters']:,} |",
+        f"| files | {size:,} bytes |",
+        f"| corpus | {figures['settings']['documents']:,} documents, {figures['training_tokens']:,} tokens |",
+        f"| training | {figures['settings']['steps']} steps, {figures['tokens_seen_in_training']:,} tokens |",
+        *(
+            f"| held-out loss at positions {where} | {loss} nats a token |"
+            for where, loss in figures["held_out_loss_by_position"].items()
+        ),
+        f"| time | {figures['seconds']} s, {machine['threads']} threads ({machine['processor']}), "
+        f"torch {machine['torch']}, transformers {machine['transformers']} |",
+    ]
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md has no {BEGIN} ... {END}")
+    return f"{before}{begin}\n" + "\n".join(lines) + f"\n{end}{after}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=FOLDER, help="folder to write (default: this one)")
+    parser.add_argument(
+        "--output", type=Path, default=FOLDER, help="folder to write (default: this one)"
+    )
     parser.add_argument("--steps", type=int, default=Settings.steps)
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)

@@ -12,10 +12,10 @@ __global__ void indices(T* out) {
   long long t = (threadIdx.z * block.y + threadIdx.y) * block.x + threadIdx.x;
   out[b * block.x * block.y * block.z + t] = T(A * 1000000 + b * 1000 + t);
 }
-struct Static {
-  template <class T>
-  static __global__ void fill(T* out, T value) { out[threadIdx.x] = value; }
-};
+namespace inner {
+template <class T>
+__global__ void fill(T* out, T value) { out[threadIdx.x] = value; }
+}  // namespace inner
 }  // namespace shapes
 
 extern "C" cudaError_t launch_3d(int* out, int gx, int gy, int gz, int bx, int by, int bz, cudaStream_t stream) {
@@ -30,8 +30,8 @@ __global__ void no_arguments() { __syncthreads(); }
 extern "C" cudaError_t launch_forms(int* out, cudaStream_t stream) {
   no_arguments<<<1, 33>>>();
   ::no_arguments<<<dim3(1), 1, 0>>>(/* nothing */);
-  shapes::Static::fill<<<1, 4, 0, stream>>>(out, 5);  // the arguments choose the template
-  void (*chosen)(int*, int) = shapes::Static::fill<int>;
+  shapes::inner::fill<<<1, 4, 0, stream>>>(out, 5);  // the arguments choose the template
+  void (*chosen)(int*, int) = shapes::inner::fill<int>;
   chosen<<<1, 2, 0, stream>>>(out, 7);
   const char* text = "a string with <<<1, 2>>>(x) and __shared__ in it";  // and a comment with <<<1, 2>>>(x)
   if (text[0] != 'a' || R"(<<<)"[0] != '<' || 1'000 != 1000) return cudaErrorInvalidValue;
@@ -278,6 +278,7 @@ __device__ float recurse(float* out, int depth) {
 __global__ void mistakes(float* out, int mistake, int n, int zero) {
   __shared__ float x[64];
   int t = threadIdx.x;
+  float* mine = out + blockIdx.x * 64;
   x[t] = 0.0f;
   __syncthreads();
   if (mistake == DIVERGENT) {
@@ -287,29 +288,30 @@ __global__ void mistakes(float* out, int mistake, int n, int zero) {
       __syncthreads();  // @divergent-other
     }
   }
-  if (mistake == DEADLOCK && t == 3) __syncwarp();                // @deadlock
-  if (mistake == OVERFLOW_STACK && t == 3) out[t] = recurse(out, 1000);
+  if (mistake == DEADLOCK && t == 3) __syncwarp();
+  if (mistake == DEADLOCK && t != 3) __syncthreads();
+  if (mistake == OVERFLOW_STACK && t == 3) mine[t] = recurse(out, 1000);
   if (mistake == WILD && t == 5) *reinterpret_cast<float*>(uintptr_t(zero) + 4096) = 1.0f;  // @wild
-  if (mistake == DIVIDE) out[t] = n / zero;                       // @divide
+  if (mistake == DIVIDE) mine[t] = n / zero;                       // @divide
   if (mistake == PAST_SHARED && t == 63) x[t + n] = 1.0f;         // @past-shared
   if (mistake == LANE_NOT_IN_MASK) __syncwarp(0xfffffffeu);       // @lane-not-in-mask
   if (mistake == TRAP && t == 1) __trap();                        // @trap
   if (mistake == RACE_IN_WARP) {
     x[t] = t;
     __shfl_sync(0xffffffffu, t, 0);  // meets, but orders nothing
-    out[t] = x[t ^ 1];               // @race-in-warp
+    mine[t] = x[t ^ 1];               // @race-in-warp
   }
   if (mistake == SAME_OUTPUT) out[0] = blockIdx.x;                // @same-output
   if (mistake == PLAIN_COUNTER) x[0] += 1.0f;                     // @plain-counter
   if (mistake == HALF_SYNCWARP && t < 32) {
-    x[t] = t;
+    x[t] = t;  // @half-syncwarp-write
     __syncwarp(t < 16 ? 0xffffu : 0xffff0000u);
-    out[t] = x[t ^ 16];  // @half-syncwarp
+    mine[t] = x[t ^ 16];  // @half-syncwarp
   }
   if (mistake == MEMCPY_PAST) memcpy(&x[60], out, n * sizeof(float) * 8);  // @memcpy-past
   if (mistake == BEFORE_TENSOR) out[-n] = 1.0f;                   // @before-tensor
   if (mistake == MASKS_DIFFER && t < 2) __shfl_sync(t == 0 ? 3u : 7u, t, 0);  // @masks-differ
-  out[blockIdx.x * 64 + t] = x[t];
+  mine[t] = x[t];
 }
 extern "C" cudaError_t run_mistakes(float* out, int mistake, int blocks, int n, int zero, cudaStream_t stream) {
   mistakes<<<blocks, 64, 0, stream>>>(out, mistake, n, zero);

@@ -202,8 +202,9 @@ CUDA_ON_CPU_BINARY(__hdiv, __h2div, a / b)
 CUDA_ON_CPU_BINARY(__hadd_rn, __hadd2_rn, a + b)
 CUDA_ON_CPU_BINARY(__hsub_rn, __hsub2_rn, a - b)
 CUDA_ON_CPU_BINARY(__hmul_rn, __hmul2_rn, a* b)
-CUDA_ON_CPU_BINARY(__hmax, __hmax2, fmaxf(float(a), float(b)))  // a NaN loses
-CUDA_ON_CPU_BINARY(__hmin, __hmin2, fminf(float(a), float(b)))
+// A NaN loses, even a signalling one (with which fmaxf would answer NaN).
+CUDA_ON_CPU_BINARY(__hmax, __hmax2, a != a ? b : b != b || a > b ? a : b)
+CUDA_ON_CPU_BINARY(__hmin, __hmin2, a != a ? b : b != b || a < b ? a : b)
 #undef CUDA_ON_CPU_BINARY
 
 template <class Format>
