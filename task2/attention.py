@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from common.build import FLOAT, INT, LONG, STRIDES, TENSOR, Kernels, Strides
+from common.build import Kernels, Strides
 from common.inputs import (
     MAX_GRID,
     check_attention,
@@ -20,23 +20,7 @@ from common.inputs import (
 )
 from common.layer import AttentionLayer
 
-_GEMM = (TENSOR, TENSOR, TENSOR, INT, INT, INT, INT, STRIDES, STRIDES, STRIDES)
-_kernels = Kernels(
-    __file__,
-    "attention_kernel.cu",
-    batched_softmax=(
-        TENSOR, TENSOR, LONG, LONG,
-        LONG, LONG, LONG, LONG,
-    ),
-    batched_GEMM_NT=_GEMM,
-    batched_GEMM_NN=_GEMM,
-    custom_attention=(
-        TENSOR, TENSOR, TENSOR, TENSOR, TENSOR,
-        INT, INT, INT, INT, INT,
-        STRIDES, STRIDES, STRIDES, STRIDES,
-        FLOAT, INT,
-    ),
-)  # fmt: skip
+_kernels = Kernels(__file__, "attention_kernel.cu")
 
 
 def test_batched_softmax(inp: Tensor, dim: int = -1) -> Tensor:

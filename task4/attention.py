@@ -6,20 +6,11 @@ import math
 import torch
 from torch import Tensor
 
-from common.build import FLOAT, INT, STRIDES, TENSOR, Kernels, Strides, dtype_code
+from common.build import Kernels, Strides, dtype_code
 from common.inputs import check_attention, check_lengths, heads_view, kv_heads_of
 from common.layer import AttentionLayer
 
-_kernels = Kernels(
-    __file__,
-    "attention_kernel.cu",
-    flash_attention=(
-        TENSOR, TENSOR, TENSOR, TENSOR, TENSOR, TENSOR,
-        INT, INT, INT, INT, INT, INT,
-        STRIDES, STRIDES, STRIDES, STRIDES,
-        FLOAT, INT, INT, INT, INT,
-    ),
-)  # fmt: skip
+_kernels = Kernels(__file__, "attention_kernel.cu")
 
 # (B_r, B_c) by the head_dim that the kernel is compiled for, the fastest first; `python -m task4.test` times them all.
 # The first that fits in the GPU's shared memory runs. 32 x 32 fits everywhere, and wastes least on few queries.

@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from common.build import FLOAT, INT, STRIDES, TENSOR, Kernels, Strides, dtype_code
+from common.build import Kernels, Strides, dtype_code
 from common.inputs import (
     KERNEL_DTYPES,
     check_attention,
@@ -24,22 +24,7 @@ from task4.attention import flash_attention
 BLOCKS_PER_MULTIPROCESSOR = 4  # of the decode kernel that fit beside each other, by its registers
 MIN_KEYS_PER_SPLIT = 128  # below this the merging costs more than the waiting
 
-_kernels = Kernels(
-    __file__,
-    "attention_kernel.cu",
-    update_kv_cache=(
-        TENSOR, TENSOR, TENSOR, TENSOR, TENSOR,
-        INT, INT, INT, INT, INT,
-        STRIDES, STRIDES, STRIDES, STRIDES, INT,
-    ),
-    flash_attention_decode=(
-        TENSOR, TENSOR, TENSOR, TENSOR, TENSOR, TENSOR,
-        TENSOR, TENSOR,
-        INT, INT, INT, INT, INT, INT,
-        STRIDES, STRIDES, STRIDES, STRIDES,
-        FLOAT, INT, INT,
-    ),
-)  # fmt: skip
+_kernels = Kernels(__file__, "attention_kernel.cu")
 
 
 def update_kv_cache(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, current_pos: int | Tensor) -> None:

@@ -143,7 +143,7 @@ class ModelWithCustomAttention:
     ) -> Tensor:
         """As ``generate``, with tokens and mask from ``encode``; returns (prompts, prompt + new tokens).
 
-        ``ignore_end`` goes on to ``max_new_tokens`` in any case, for tests and measurements.
+        ``ignore_end`` writes exactly ``max_new_tokens``, for measurements: the end is never chosen.
         """
         self._check_lengths(tokens.shape[1], max_new_tokens)
         if cache not in ("dynamic", "static"):
@@ -164,7 +164,7 @@ class ModelWithCustomAttention:
             # disable_compile: transformers would run torch.compile, which takes a minute
             options |= {"cache_implementation": "static", "disable_compile": True}
         if ignore_end:
-            options["eos_token_id"] = None
+            options["min_new_tokens"] = max_new_tokens
         keep_random_state = torch.random.fork_rng(
             devices=[self.device] if self.device.type == "cuda" else []
         )

@@ -409,14 +409,14 @@ def _models(
     elif kind == "random":
         config = GPT2Config(
             n_layer=3, n_head=2, n_embd=128, vocab_size=300, n_positions=128,
-            bos_token_id=0, eos_token_id=None, pad_token_id=0,
+            bos_token_id=0, eos_token_id=None,
         )  # fmt: skip
         weights = None
     else:
         config = LlamaConfig(
             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=128,
             intermediate_size=256, vocab_size=300, max_position_embeddings=128,
-            bos_token_id=0, eos_token_id=None, pad_token_id=0,
+            bos_token_id=0, eos_token_id=None,
         )  # fmt: skip
         weights = None
     cls = LlamaForCausalLM if kind == "llama" else GPT2LMHeadModel

@@ -10,26 +10,11 @@ Importing this does not import torch, start a compiler or touch a GPU.
 
 from common.build.builder import build
 from common.build.cli import compile_main
-from common.build.library import (
-    FLOAT,
-    INT,
-    LONG,
-    STRIDES,
-    TENSOR,
-    KernelError,
-    Kernels,
-    Strides,
-    dtype_code,
-    using,
-)
+from common.build.library import KernelError, Kernels, dtype_code, using
+from common.build.signature import Strides
 from common.build.toolchain import BuildError
 
 __all__ = [
-    "FLOAT",
-    "INT",
-    "LONG",
-    "STRIDES",
-    "TENSOR",
     "BuildError",
     "KernelError",
     "Kernels",

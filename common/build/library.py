@@ -1,6 +1,6 @@
 """Calling the launchers of a .cu file on torch tensors.
 
-    _kernels = Kernels(__file__, "attention_kernel.cu", batched_softmax=(TENSOR, TENSOR, LONG, LONG))
+    _kernels = Kernels(__file__, "attention_kernel.cu")
     _kernels.launch("batched_softmax", inp=x, out=y, rows=n, columns=m)
 
 Nothing is built, loaded or asked of a GPU before the first launch. What a file says is looked at once a
@@ -17,11 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.build import builder, signature, toolchain
-from common.build.signature import FLOAT, INT, LONG, STRIDES, TENSOR, Strides
-
-__all__ = [
-    "FLOAT", "INT", "LONG", "STRIDES", "TENSOR", "KernelError", "Kernels", "Strides", "dtype_code", "using",
-]  # fmt: skip
+from common.build.signature import POINTER, Strides
 
 ORDERS = ("forward", "reverse", "random")
 
@@ -95,14 +91,12 @@ class Kernels:
 
     Args:
         file: the calling module's ``__file__``; the source is looked for beside it.
-        source: file name of the .cu.
-        launchers: for each ``extern "C" cudaError_t name(..., cudaStream_t stream)`` its argument types
-            without the stream: TENSOR, INT, LONG, FLOAT or STRIDES.
+        source: file name of the .cu. Its launchers are the functions
+            ``extern "C" cudaError_t name(..., cudaStream_t stream)``; what they take is read from it.
     """
 
-    def __init__(self, file: str, source: str, **launchers: tuple[type, ...]) -> None:
+    def __init__(self, file: str, source: str) -> None:
         self.source = Path(file).resolve().parent / source
-        self._launchers = launchers
         # (launcher, torch.device, check build) -> the function that does the call
         self._calls: dict[tuple[str, Any, bool], Callable[[dict[str, Any]], None]] = {}
 
@@ -111,8 +105,8 @@ class Kernels:
 
         Args:
             name: one of the launchers.
-            arguments: by the names that they have in the .cu: tensors (or None) for TENSOR, whole
-                numbers for INT and LONG, numbers for FLOAT, ``Strides.of(view)`` for STRIDES.
+            arguments: by the names that they have in the .cu: tensors or None for pointers, numbers, and
+                ``Strides.of(view)``; the stream is added.
 
         Raises:
             TypeError: an argument is missing, not known, or not of its type.
@@ -137,44 +131,39 @@ class Kernels:
         call(arguments)
 
     def _prepare(self, name: str, device: Any, check: bool) -> Callable[[dict[str, Any]], None]:
-        if name not in self._launchers:
-            raise TypeError(
-                f"{self.source.name} has no launcher {name!r}; it has {', '.join(self._launchers)}"
-            )
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name}: kernels run on cpu and cuda tensors; got one on {device}")
-        types = self._launchers[name]
+        launchers = signature.launchers(self.source)
+        if name not in launchers:
+            raise TypeError(f"{self.source.name} has no launcher {name!r}; it has {', '.join(launchers)}")
         if device.type == "cuda":
             path = _library_for_gpu(self.source, device.index)
         else:
             path = builder.build([self.source], "cpu", check=check)[0]
-        names = signature.check(self.source, name, types)
+        types = launchers[name]
         function = getattr(_load(path), name)
-        function.argtypes = [*types, ctypes.c_void_p]  # the stream
+        function.argtypes = [*types.values(), ctypes.c_void_p]  # the stream
         function.restype = ctypes.c_int
-        convert = _converter(name, names, types, device)
+        convert = _converter(name, types, device)
         if device.type == "cuda":
-            return _cuda_call(name, function, convert, device.index)
+            return _cuda_call(name, function, convert, types, device.index)
         return _cpu_call(name, function, convert, types, check)
 
 
 def _converter(
-    name: str, names: tuple[str, ...] | None, types: tuple[type, ...], device: Any
+    name: str, types: dict[str, type], device: Any
 ) -> Callable[[dict[str, Any]], list[Any]]:
     """What turns keywords into the values that ctypes takes, and refuses what does not fit."""
-    tensors = tuple(i for i, t in enumerate(types) if t is TENSOR)
-    ints = tuple(i for i, t in enumerate(types) if t is INT)
+    names = tuple(types)
+    pointers = tuple(i for i, t in enumerate(types.values()) if t is POINTER)
+    ints = tuple(i for i, t in enumerate(types.values()) if t is ctypes.c_int)
 
     def convert(arguments: dict[str, Any]) -> list[Any]:
-        if names is not None and tuple(arguments) != names:
+        if tuple(arguments) != names:
             arguments = _in_order(name, names, arguments)
         values = list(arguments.values())
-        if len(values) != len(types):
-            raise TypeError(
-                f"{name} takes {len(types)} arguments; got {len(values)}: {', '.join(arguments)}"
-            )
         try:
-            for i in tensors:
+            for i in pointers:
                 value = values[i]
                 if value is not None:
                     if value.device != device:
@@ -182,9 +171,7 @@ def _converter(
                     values[i] = value.data_ptr()
             for i in ints:
                 if not -0x80000000 <= values[i] < 0x80000000:
-                    raise ValueError(
-                        f"{name}: {list(arguments)[i]} must fit 32 bits; got {values[i]}"
-                    )
+                    raise ValueError(f"{name}: {names[i]} must fit 32 bits; got {values[i]}")
         except (AttributeError, TypeError):
             raise TypeError(_wrong_type(name, arguments, types)) from None
         return values
@@ -208,17 +195,19 @@ def _devices_differ(name: str, arguments: dict[str, Any]) -> str:
     return f"{name}: all tensors must be on one device; got {devices}"
 
 
-def _wrong_type(name: str, arguments: dict[str, Any], types: tuple[type, ...]) -> str:
-    for (keyword, value), wanted in zip(arguments.items(), types, strict=True):
+def _wrong_type(name: str, arguments: dict[str, Any], types: dict[str, type]) -> str:
+    for keyword, wanted in types.items():
+        value = arguments[keyword]
         fits = {
-            TENSOR: value is None or hasattr(value, "data_ptr"),
-            INT: isinstance(value, int),
-            LONG: isinstance(value, int),
-            FLOAT: isinstance(value, (int, float)),
-            STRIDES: isinstance(value, Strides),
+            POINTER: value is None or hasattr(value, "data_ptr"),
+            ctypes.c_int: isinstance(value, int),
+            ctypes.c_int64: isinstance(value, int),
+            ctypes.c_float: isinstance(value, (int, float)),
+            Strides: isinstance(value, Strides),
         }
         if not fits[wanted]:
-            return f"{name}: {keyword} must be {signature.NAMES[wanted]}; got {type(value).__name__} {value!r}"
+            got = f"{type(value).__name__} {value!r}"
+            return f"{name}: {keyword} must be {signature.WANTED[wanted]}; got {got}"
     return f"{name}: an argument has a wrong type"
 
 
@@ -226,14 +215,13 @@ def _wrong_type(name: str, arguments: dict[str, Any], types: tuple[type, ...]) -
 
 
 def _cuda_call(
-    name: str, function: Any, convert: Callable, index: int
+    name: str, function: Any, convert: Callable, types: dict[str, type], index: int
 ) -> Callable[[dict[str, Any]], None]:
     import torch
 
     current_device = torch.cuda.current_device
-    current_stream = (
-        torch._C._cuda_getCurrentRawStream
-    )  # torch.cuda.current_stream() builds an object: 3 us
+    # torch.cuda.current_stream() builds an object: 3 us
+    current_stream = torch._C._cuda_getCurrentRawStream
 
     def call(arguments: dict[str, Any]) -> None:
         values = convert(arguments)
@@ -244,7 +232,7 @@ def _cuda_call(
                 with torch.cuda.device(index):
                     status = function(*values, current_stream(index))
         except ctypes.ArgumentError:
-            raise TypeError(_wrong_type(name, arguments, function.argtypes[:-1])) from None
+            raise TypeError(_wrong_type(name, arguments, types)) from None
         if status:
             raise KernelError(f"{name}: {_cuda_error(status)}")
 
@@ -276,7 +264,7 @@ def _cuda_error(status: int) -> str:
 
 
 def _cpu_call(
-    name: str, function: Any, convert: Callable, types: tuple[type, ...], checked: bool
+    name: str, function: Any, convert: Callable, types: dict[str, type], checked: bool
 ) -> Callable[[dict[str, Any]], None]:
     runtime = _runtime()
 

@@ -1,12 +1,11 @@
-"""What a launcher in a .cu file takes, read from the file itself.
+"""What the launchers in a .cu file take, read from the file itself.
 
-ctypes passes what it is told to, so one wrong type in Python is silent memory corruption in C. The
-declaration in Python is therefore compared with the launcher's own, once, when its library is loaded.
+ctypes passes what it is told to, so one wrong type is silent memory corruption in C. The one place where the types
+stand is therefore the launcher: ``extern "C" cudaError_t name(const float* x, int n, cudaStream_t stream) {``.
 """
 
 import ctypes
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -24,57 +23,47 @@ class Strides(ctypes.Structure):
         return cls(*view.stride()[:3])
 
 
-TENSOR = ctypes.c_void_p  # a tensor's data_ptr(), or a null pointer for None
-INT = ctypes.c_int
-LONG = ctypes.c_int64
-FLOAT = ctypes.c_float
-STRIDES = Strides
-
-NAMES = {TENSOR: "TENSOR", INT: "INT", LONG: "LONG", FLOAT: "FLOAT", STRIDES: "STRIDES"}
-_C_TYPES = {"int": INT, "int32_t": INT, "int64_t": LONG, "float": FLOAT, "Strides": STRIDES}
-
-
-def parameters(source: Path, name: str) -> list[tuple[str, type | None]] | None:
-    """Names and types of a launcher's parameters, without the stream; None where there is none to read.
-
-    A type is None if it is not one of the five that launchers take.
-    """
-    text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", source.read_text(encoding="utf-8"), flags=re.DOTALL)
-    match = re.search(rf"\bcudaError_t\s+{re.escape(name)}\s*\(([^()]*)\)\s*\{{", text)
-    if match is None:
-        return None
-    found = []
-    for parameter in match[1].split(","):
-        words = re.findall(r"\w+|\*", parameter)
-        if not words:
-            continue
-        c_type = (
-            TENSOR
-            if "*" in words
-            else _C_TYPES.get(" ".join(w for w in words[:-1] if w != "const"))
-        )
-        found.append((words[-1], c_type))
-    return found[:-1]
+POINTER = ctypes.c_void_p  # a tensor's data_ptr(), or a null pointer for None
+_TYPES = {
+    "int": ctypes.c_int,
+    "int32_t": ctypes.c_int,
+    "int64_t": ctypes.c_int64,
+    "float": ctypes.c_float,
+    "Strides": Strides,
+}
+WANTED = {
+    POINTER: "a tensor or None",
+    ctypes.c_int: "an int",
+    ctypes.c_int64: "an int",
+    ctypes.c_float: "a number",
+    Strides: "Strides.of(a view)",
+}
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_LAUNCHER = re.compile(r'\bextern\s+"C"\s+cudaError_t\s+(\w+)\s*\(([^()]*)\)\s*\{')
 
 
-def check(source: Path, name: str, types: Sequence[type]) -> tuple[str, ...] | None:
-    """Parameter names of the launcher, or None where they cannot be read.
+def launchers(source: Path) -> dict[str, dict[str, type]]:
+    """For each launcher of a .cu its parameters in order, without the stream: name and ctypes type.
 
     Raises:
-        TypeError: the file declares another number of parameters, or another type, than ``types``.
+        TypeError: a launcher takes something that Python cannot pass, or no stream at the end.
     """
-    declared = parameters(source, name)
-    if declared is None:
-        return None
-    names = tuple(parameter for parameter, _ in declared)
-    if len(declared) != len(types):
-        raise TypeError(
-            f"{name} takes {len(declared)} arguments and a stream in {source.name} ({', '.join(names)}), "
-            f"but Python declares {len(types)}"
-        )
-    for (parameter, c_type), python_type in zip(declared, types, strict=True):
-        if c_type is not None and c_type is not python_type:
+    text = _COMMENT.sub(" ", source.read_text(encoding="utf-8"))
+    return {name: _parameters(source, name, given) for name, given in _LAUNCHER.findall(text)}
+
+
+def _parameters(source: Path, launcher: str, given: str) -> dict[str, type]:
+    found: dict[str, type] = {}
+    *parameters, stream = given.split(",")
+    if not re.match(r"\s*cudaStream_t\b", stream):
+        raise TypeError(f"{source.name}: the last parameter of {launcher} must be a cudaStream_t")
+    for parameter in parameters:
+        *words, name = re.findall(r"\w+|\*", parameter)
+        kind = " ".join(word for word in words if word != "const")
+        if "*" not in words and kind not in _TYPES:
+            known = ", ".join(_TYPES)
             raise TypeError(
-                f"{name}: {parameter} is {NAMES[c_type]} in {source.name}, but {NAMES[python_type]} in Python"
+                f"{source.name}: {name} of {launcher} is {kind}, which Python cannot pass; pointers, {known} it can"
             )
-    return names
+        found[name] = POINTER if "*" in words else _TYPES[kind]
+    return found

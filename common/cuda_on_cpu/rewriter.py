@@ -65,6 +65,7 @@ class _File:
         self.out: list[str] = []
         self.scopes: list[str] = []  # what each open brace belongs to: "namespace", "class", "function"
         self.statement: list[str] = []  # words since the last ; { or }
+        self.shared_depths: list[int] = []  # how deep each __shared__ variable in scope is declared
 
     def error(self, line: int, message: str) -> RewriteError:
         return RewriteError(f"{self.path}:{line}: {message}")
@@ -90,8 +91,11 @@ class _File:
             else:
                 if token.text in ("asm", "__asm__"):
                     self._check_assembly(i)
+                elif token.text == "[":
+                    self._check_capture(i)
                 self._track(token)
-                self.out.append(token.text)
+                bare = token.text == "__noinline__" and tokens[self._previous(i)].text != "("
+                self.out.append("__attribute__((noinline))" if bare else token.text)
                 i += 1
         return "".join(self.out)
 
@@ -121,6 +125,7 @@ class _File:
         elif token.text == "}":
             if self.scopes:
                 self.scopes.pop()
+            self.shared_depths = [d for d in self.shared_depths if d <= len(self.scopes)]
             self.statement = []
         elif token.text == ";":
             self.statement = []
@@ -141,6 +146,18 @@ class _File:
             f"inline PTX ({found[0] if found else 'asm'}) runs on a GPU only; "
             "on the CPU, kernels reach tensor cores and asynchronous copies through ptx.cuh",
         )
+
+    def _check_capture(self, i: int) -> None:
+        """[=] would copy a __shared__ variable, which here is a reference; on a GPU it is captured by neither."""
+        equals = self._next(i + 1)
+        after = self._next(equals + 1)
+        if not self.shared_depths or after >= len(self.tokens):
+            return
+        if self.tokens[equals].text == "=" and self.tokens[after].text in ("]", ","):
+            raise self.error(
+                self.tokens[i].line,
+                "on the CPU this [=] would copy the kernel's __shared__ variables; capture with [&]",
+            )
 
     # ---- kernel<<<...>>>(...)
 
@@ -257,8 +274,9 @@ class _File:
                 pointer = f'::cuda_on_cpu::dynamic_shared<{type_name}>("{name}")'
                 parts.append(f"{type_name}* {name} = {pointer}")
                 continue
+            self.shared_depths.append(len(self.scopes))
             alias, site = f"{name}_type_", f"{name}_site_"
-            aligned = f", ({alignment})" if alignment else ""
+            aligned = f", {alignment}" if alignment else ""
             parts.append(
                 f"using {alias} = {type_name}{dimensions}; static int {site}; {alias}& {name} = "
                 f'::cuda_on_cpu::shared<{alias}{aligned}>(&{site}, "{name}", __FILE__, __LINE__)'

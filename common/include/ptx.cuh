@@ -37,16 +37,15 @@
 #define PTX_SM80(...) asm volatile(__VA_ARGS__)
 #endif
 
-#define PTX_MMA(shape, type)                                                                       \
-  PTX_SM80("mma.sync.aligned." shape ".row.col.f32." type "." type ".f32 "                         \
-           "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};\n"                 \
-           : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                        \
-           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), \
-             "f"(c[2]), "f"(c[3]))
+#define PTX_MMA(shape, type)                                                                     \
+  PTX_SM80("mma.sync.aligned." shape ".row.col.f32." type "." type ".f32 "                       \
+           "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};\n" : "=f"(d[0]), \
+           "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]),      \
+           "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]))
 
 template <class T>
-__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
-                                             const float (&c)[4]) {
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4],
+                                             const uint32_t (&b)[2], const float (&c)[4]) {
   static_assert(std::is_same<T, __half>::value || std::is_same<T, __nv_bfloat16>::value,
                 "mma_m16n8k16 multiplies __half or __nv_bfloat16");
   if constexpr (std::is_same<T, __half>::value) {
@@ -56,8 +55,8 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
   }
 }
 
-__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
-                                                 const float (&c)[4]) {
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4],
+                                                 const uint32_t (&b)[2], const float (&c)[4]) {
   PTX_MMA("m16n8k8", "tf32");
 }
 
@@ -71,42 +70,48 @@ __device__ __forceinline__ uint32_t ptx_shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-#define PTX_LDMATRIX(name, count, modifier, registers, ...)                                        \
-  __device__ __forceinline__ void name(uint32_t (&r)[count], const void* row) {                    \
-    asm volatile("ldmatrix.sync.aligned.m8n8.x" #count modifier ".shared.b16 " registers ";\n"     \
-                 : __VA_ARGS__                                                                     \
-                 : "r"(ptx_shared_address(row))                                                    \
-                 : "memory");                                                                      \
+#define PTX_LDMATRIX(name, count, modifier, registers, ...)                                    \
+  __device__ __forceinline__ void name(uint32_t (&r)[count], const void* row) {                \
+    asm volatile("ldmatrix.sync.aligned.m8n8.x" #count modifier ".shared.b16 " registers ";\n" \
+                 : __VA_ARGS__                                                                 \
+                 : "r"(ptx_shared_address(row))                                                \
+                 : "memory");                                                                  \
   }
 PTX_LDMATRIX(ldmatrix_x1, 1, "", "{%0}, [%1]", "=r"(r[0]))
 PTX_LDMATRIX(ldmatrix_x2, 2, "", "{%0, %1}, [%2]", "=r"(r[0]), "=r"(r[1]))
-PTX_LDMATRIX(ldmatrix_x4, 4, "", "{%0, %1, %2, %3}, [%4]", "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]))
+PTX_LDMATRIX(ldmatrix_x4, 4, "", "{%0, %1, %2, %3}, [%4]", "=r"(r[0]), "=r"(r[1]), "=r"(r[2]),
+             "=r"(r[3]))
 PTX_LDMATRIX(ldmatrix_x1_trans, 1, ".trans", "{%0}, [%1]", "=r"(r[0]))
 PTX_LDMATRIX(ldmatrix_x2_trans, 2, ".trans", "{%0, %1}, [%2]", "=r"(r[0]), "=r"(r[1]))
-PTX_LDMATRIX(ldmatrix_x4_trans, 4, ".trans", "{%0, %1, %2, %3}, [%4]", "=r"(r[0]), "=r"(r[1]), "=r"(r[2]),
-             "=r"(r[3]))
+PTX_LDMATRIX(ldmatrix_x4_trans, 4, ".trans", "{%0, %1, %2, %3}, [%4]", "=r"(r[0]), "=r"(r[1]),
+             "=r"(r[2]), "=r"(r[3]))
 
 template <int Bytes>
 __device__ __forceinline__ void cp_async(void* shared, const void* global, bool inside = true) {
   static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "cp_async copies 4, 8 or 16 bytes");
   [[maybe_unused]] uint32_t to = ptx_shared_address(shared);
   [[maybe_unused]] int valid = inside ? Bytes : 0;  // the rest is filled with zeros
-  if constexpr (Bytes == 16) {                      // .cg: past L1, which only 16 bytes can
-    PTX_SM80("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(global), "r"(valid) : "memory");
+  if constexpr (Bytes == 16) {  // .cg: past L1, which only 16 bytes can
+    PTX_SM80("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(global),
+             "r"(valid) : "memory");
   } else {
-    PTX_SM80("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(to), "l"(global), "n"(Bytes), "r"(valid)
-             : "memory");
+    PTX_SM80("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(to), "l"(global), "n"(Bytes),
+             "r"(valid) : "memory");
   }
 }
 
-__device__ __forceinline__ void cp_async_commit() { PTX_SM80("cp.async.commit_group;\n" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() {
+  PTX_SM80("cp.async.commit_group;\n" :: : "memory");
+}
 
 template <int Groups>
 __device__ __forceinline__ void cp_async_wait() {
   PTX_SM80("cp.async.wait_group %0;\n" ::"n"(Groups) : "memory");
 }
 
-__device__ __forceinline__ void cp_async_wait_all() { PTX_SM80("cp.async.wait_all;\n" ::: "memory"); }
+__device__ __forceinline__ void cp_async_wait_all() {
+  PTX_SM80("cp.async.wait_all;\n" :: : "memory");
+}
 
 #undef PTX_LDMATRIX
 #undef PTX_MMA
@@ -115,8 +120,8 @@ __device__ __forceinline__ void cp_async_wait_all() { PTX_SM80("cp.async.wait_al
 #else  // the CPU: the same functions, answered by the runtime of cuda_on_cpu
 
 template <class T>
-inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const float (&c)[4],
-                         CUDA_ON_CPU_CALLER) {
+inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                         const float (&c)[4], CUDA_ON_CPU_CALLER) {
   static_assert(std::is_same<T, __half>::value || std::is_same<T, __nv_bfloat16>::value,
                 "mma_m16n8k16 multiplies __half or __nv_bfloat16");
   using cuda_on_cpu::MmaType;
@@ -124,8 +129,8 @@ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
   cuda_on_cpu::mma_16x8(type, d, a, b, c, file, line);
 }
 
-inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const float (&c)[4],
-                             CUDA_ON_CPU_CALLER) {
+inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                             const float (&c)[4], CUDA_ON_CPU_CALLER) {
   cuda_on_cpu::mma_16x8(cuda_on_cpu::MmaType::tf32, d, a, b, c, file, line);
 }
 
@@ -134,9 +139,9 @@ inline uint32_t to_tf32(float x) {  // 10 bits of mantissa, ties away from zero
   return (bits & 0x7f800000) == 0x7f800000 ? bits : (bits + 0x1000) & ~0x1fffu;
 }
 
-#define PTX_LDMATRIX(name, count, transposed)                                        \
-  inline void name(uint32_t (&r)[count], const void* row, CUDA_ON_CPU_CALLER) {      \
-    cuda_on_cpu::ldmatrix(count, transposed, r, row, file, line);                    \
+#define PTX_LDMATRIX(name, count, transposed)                                   \
+  inline void name(uint32_t (&r)[count], const void* row, CUDA_ON_CPU_CALLER) { \
+    cuda_on_cpu::ldmatrix(count, transposed, r, row, file, line);               \
   }
 PTX_LDMATRIX(ldmatrix_x1, 1, false)
 PTX_LDMATRIX(ldmatrix_x2, 2, false)

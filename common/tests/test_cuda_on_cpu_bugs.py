@@ -7,19 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.build import FLOAT, INT, TENSOR, KernelError, Kernels, using
+from common.build import KernelError, Kernels, using
 
 SOURCE = Path(__file__).parent / "kernels/planted_bugs.cu"
 TEXT = SOURCE.read_text()
-_kernels = Kernels(
-    __file__,
-    "kernels/planted_bugs.cu",
-    run_gemm=(INT, TENSOR, TENSOR, TENSOR, INT, INT, INT),
-    run_softmax=(INT, TENSOR, TENSOR, INT, INT),
-    run_flash=(INT, TENSOR, TENSOR, TENSOR, TENSOR, INT, FLOAT),
-    run_mma=(INT, TENSOR, TENSOR, TENSOR, TENSOR, INT, FLOAT),
-    run_decode=(INT, TENSOR, TENSOR, TENSOR, TENSOR, INT, FLOAT),
-)
+_kernels = Kernels(__file__, "kernels/planted_bugs.cu")
 BUGS = re.search(r"enum Bug \{(.*?)\}", TEXT, re.DOTALL)[1].replace(",", " ").split()
 
 

@@ -24,21 +24,31 @@ static inline int __bfloat162int_rn(__nv_bfloat16 h) { return __float2int_rn(flo
 static inline int __bfloat162int_rz(__nv_bfloat16 h) { return __float2int_rz(float(h)); }
 static inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 h) { return h.bits; }
 static inline short __bfloat16_as_short(__nv_bfloat16 h) { return short(h.bits); }
-static inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short bits) { return __nv_bfloat16::of_bits(bits); }
-static inline __nv_bfloat16 __short_as_bfloat16(short bits) { return __nv_bfloat16::of_bits(uint16_t(bits)); }
+static inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short bits) {
+  return __nv_bfloat16::of_bits(bits);
+}
+static inline __nv_bfloat16 __short_as_bfloat16(short bits) {
+  return __nv_bfloat16::of_bits(uint16_t(bits));
+}
 
 // ---- two values
 static inline __nv_bfloat162 make_bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
 static inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {x, y}; }
 static inline __nv_bfloat162 __float22bfloat162_rn(float2 v) { return {v.x, v.y}; }
 static inline __nv_bfloat162 __float2bfloat162_rn(float x) { return {x, x}; }
-static inline float2 __bfloat1622float2(__nv_bfloat162 h) { return make_float2(float(h.x), float(h.y)); }
+static inline float2 __bfloat1622float2(__nv_bfloat162 h) {
+  return make_float2(float(h.x), float(h.y));
+}
 static inline __nv_bfloat162 __halves2bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
 static inline __nv_bfloat162 __bfloat162bfloat162(__nv_bfloat16 x) { return {x, x}; }
 static inline __nv_bfloat16 __low2bfloat16(__nv_bfloat162 h) { return h.x; }
 static inline __nv_bfloat16 __high2bfloat16(__nv_bfloat162 h) { return h.y; }
 static inline __nv_bfloat162 __low2bfloat162(__nv_bfloat162 h) { return {h.x, h.x}; }
 static inline __nv_bfloat162 __high2bfloat162(__nv_bfloat162 h) { return {h.y, h.y}; }
-static inline __nv_bfloat162 __lows2bfloat162(__nv_bfloat162 a, __nv_bfloat162 b) { return {a.x, b.x}; }
-static inline __nv_bfloat162 __highs2bfloat162(__nv_bfloat162 a, __nv_bfloat162 b) { return {a.y, b.y}; }
+static inline __nv_bfloat162 __lows2bfloat162(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return {a.x, b.x};
+}
+static inline __nv_bfloat162 __highs2bfloat162(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return {a.y, b.y};
+}
 static inline __nv_bfloat162 __lowhigh2highlow(__nv_bfloat162 h) { return {h.y, h.x}; }

@@ -32,7 +32,8 @@ void land_copies(Fiber& thread, unsigned pending, bool all) {
   thread.copies.resize(kept);
 }
 
-void async_copy(void* shared, const void* global, unsigned bytes, unsigned valid_bytes, const char* file, int line) {
+void async_copy(void* shared, const void* global, unsigned bytes, unsigned valid_bytes,
+                const char* file, int line) {
   Worker& worker = *this_worker;
   Fiber& me = worker.running();
   uintptr_t to = reinterpret_cast<uintptr_t>(shared), from = reinterpret_cast<uintptr_t>(global);
@@ -43,7 +44,8 @@ void async_copy(void* shared, const void* global, unsigned bytes, unsigned valid
                 format("%s:%d", file, line));
   }
   if (!worker.shared.contains(to)) {
-    worker.fail(cudaErrorIllegalAddress, format("cp_async<%u>: the target is not in shared memory", bytes),
+    worker.fail(cudaErrorIllegalAddress,
+                format("cp_async<%u>: the target is not in shared memory", bytes),
                 format("%s:%d", file, line));
   }
   if (worker.launch->site.checked) {
@@ -57,7 +59,9 @@ void async_copy(void* shared, const void* global, unsigned bytes, unsigned valid
 
 void async_copy_commit() { ++this_worker->running().copy_group; }
 
-void async_copy_wait(int pending_groups) { land_copies(this_worker->running(), unsigned(pending_groups), false); }
+void async_copy_wait(int pending_groups) {
+  land_copies(this_worker->running(), unsigned(pending_groups), false);
+}
 
 void async_copy_wait_all() { land_copies(this_worker->running(), 0, true); }
 

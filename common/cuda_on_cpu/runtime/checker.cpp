@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
+
 #include "worker.h"
 
 namespace cuda_on_cpu {
@@ -9,30 +11,42 @@ namespace {
 
 const char* verb(Access access) {
   switch (access) {
-    case Access::read: return "reads";
-    case Access::write: return "writes";
-    case Access::atomic: return "updates atomically";
-    case Access::copy_in_flight: return "copies asynchronously to";
-    case Access::none: break;
+    case Access::read:
+      return "reads";
+    case Access::write:
+      return "writes";
+    case Access::atomic:
+      return "updates atomically";
+    case Access::copy_in_flight:
+      return "copies asynchronously to";
+    case Access::none:
+      break;
   }
   return "touches";
 }
 
 const char* past(Access access) {
   switch (access) {
-    case Access::read: return "read it";
-    case Access::write: return "wrote it";
-    case Access::atomic: return "updated it atomically";
-    case Access::copy_in_flight: return "copied to it asynchronously";
-    case Access::none: break;
+    case Access::read:
+      return "read it";
+    case Access::write:
+      return "wrote it";
+    case Access::atomic:
+      return "updated it atomically";
+    case Access::copy_in_flight:
+      return "copied to it asynchronously";
+    case Access::none:
+      break;
   }
   return "touched it";
 }
 
 /// `where` is the element that both accesses touch.
-std::string describe(const Conflict& conflict, const std::string& where, Worker& worker, const void* pc) {
+std::string describe(const Conflict& conflict, const std::string& where, Worker& worker,
+                     const void* pc) {
   if (conflict.uninitialised) {
-    return format("uninitialised shared memory: reads %s, which no thread of the block has written", where.c_str());
+    return format("uninitialised shared memory: reads %s, which no thread of the block has written",
+                  where.c_str());
   }
   const Stamp& earlier = conflict.earlier;
   std::string there = show_place(code_address(earlier, pc));
@@ -48,22 +62,34 @@ std::string describe(const Conflict& conflict, const std::string& where, Worker&
                   "cp_async_wait first",
                   where.c_str(), verb(conflict.access), who.c_str(), there.c_str());
   }
-  const char* kind = conflict.access == Access::read   ? "read after write"
+  const char* kind = conflict.access == Access::read  ? "read after write"
                      : earlier.access == Access::read ? "write after read"
-                                                       : "write after write";
+                                                      : "write after write";
   bool same_warp = other.warp == worker.running().warp;
   return format("race on %s (%s): %s it, and %s %s at %s, with no __syncthreads()%s between",
-                where.c_str(), kind, verb(conflict.access), who.c_str(), past(earlier.access), there.c_str(),
-                same_warp ? " or __syncwarp()" : "");
+                where.c_str(), kind, verb(conflict.access), who.c_str(), past(earlier.access),
+                there.c_str(), same_warp ? " or __syncwarp()" : "");
 }
 
-std::string overrun(const char* what, const std::string& name, size_t size, uintptr_t begin, uintptr_t address,
+/// What is wrong with an access that is not inside `name`, `size` bytes from `begin`.
+std::string overrun(const std::string& name, size_t size, uintptr_t begin, uintptr_t address,
                     size_t bytes, Access access) {
   std::string where = address < begin
-                          ? format("%zu bytes before the start", size_t(begin - address))
+                          ? format("%zu bytes before its start", size_t(begin - address))
                           : format("at byte %zu", size_t(address - begin));
-  return format("out of range: %s %zu bytes of %s '%s' %s; it has %zu bytes", verb(access), bytes, what, name.c_str(),
-                where.c_str(), size);
+  return format("out of range: %s %zu bytes of %s %s; it has %zu bytes", verb(access), bytes,
+                name.c_str(), where.c_str(), size);
+}
+
+std::string overrun(const SharedVariable& variable, uintptr_t begin, uintptr_t address,
+                    size_t bytes, Access access) {
+  const SharedDeclaration& d = variable.declaration;
+  std::string name = format("shared memory '%s'", d.name);
+  if (address >= begin && d.extents[1] == 0 &&
+      d.element_bytes > 0) {  // one dimension: say which element
+    name += format(", element %zu of %zu,", (address - begin) / d.element_bytes, d.extents[0]);
+  }
+  return overrun(name, d.bytes, begin, address, bytes, access);
 }
 
 void check_shared(Worker& worker, uintptr_t address, size_t bytes, Access access, const void* pc) {
@@ -71,18 +97,17 @@ void check_shared(Worker& worker, uintptr_t address, size_t bytes, Access access
   const SharedVariable* variable = worker.shared.find(offset, bytes);
   if (!variable) {
     const SharedVariable* near = worker.shared.nearest(offset);
-    std::string what = near ? overrun("shared memory", near->declaration.name, near->declaration.bytes,
-                                      address - offset + near->offset, address, bytes, access)
-                            : "out of range: the kernel has no shared memory; was its size given in the launch?";
+    std::string what =
+        near ? overrun(*near, address - offset + near->offset, address, bytes, access)
+             : "out of range: the kernel has no shared memory; was its size given in the launch?";
     worker.fail(cudaErrorIllegalAddress, what, show_place(pc));
   }
-  Cell* cells = worker.shared_cells.get();
-  Conflict conflict = record_access(cells + offset, bytes, access, worker.running(), pc, worker.block_serial,
-                                    true, false);
+  Cell* cells = worker.shared_cells.get() + offset;
+  Conflict conflict =
+      record_access(cells, bytes, access, worker.running(), pc, worker.block_serial, true, false);
   if (conflict) {
-    worker.fail(cudaErrorLaunchFailure,
-                describe(conflict, variable->element(offset + conflict.byte - variable->offset), worker, pc),
-                show_place(pc));
+    std::string element = variable->element(offset + conflict.byte - variable->offset);
+    worker.fail(cudaErrorLaunchFailure, describe(conflict, element, worker, pc), show_place(pc));
   }
 }
 
@@ -90,8 +115,7 @@ void check_shared(Worker& worker, uintptr_t address, size_t bytes, Access access
 class CellLock {
  public:
   explicit CellLock(uintptr_t address) : flag_(flags_[address / kLine % kLocks]) {
-    while (flag_.test_and_set(std::memory_order_acquire)) {
-    }
+    while (flag_.test_and_set(std::memory_order_acquire)) {}
   }
   ~CellLock() { flag_.clear(std::memory_order_release); }
   static constexpr uintptr_t kLine = 64;
@@ -103,7 +127,8 @@ class CellLock {
 };
 std::atomic_flag CellLock::flags_[CellLock::kLocks];
 
-/// Addresses outside all tensors that a kernel may use: its arguments, globals of its library, cudaMalloc.
+/// Addresses outside all tensors that a kernel may use: its arguments, globals of its library,
+/// cudaMalloc.
 bool is_known(const Launch& launch, uintptr_t address, size_t bytes) {
   Dl_info info;
   return launch.global->on_host_stack(address) || is_allocated(address, bytes) ||
@@ -117,9 +142,10 @@ void check_global(Worker& worker, uintptr_t address, size_t bytes, Access access
     if (is_known(*worker.launch, address, bytes)) return;
     const Tensor* near = global.nearest(address);
     std::string what =
-        near ? overrun("tensor", near->name, near->bytes, near->address, address, bytes, access)
-             : format("out of range: %s %zu bytes at address 0x%zx, which is in no tensor", verb(access), bytes,
-                      size_t(address));
+        near ? overrun("tensor '" + near->name + "'", near->bytes, near->address, address, bytes,
+                       access)
+             : format("out of range: %s %zu bytes at address 0x%zx, which is in no tensor",
+                      verb(access), bytes, size_t(address));
     worker.fail(cudaErrorIllegalAddress, what, show_place(pc));
   }
   for (size_t done = 0; done < bytes;) {
@@ -130,14 +156,15 @@ void check_global(Worker& worker, uintptr_t address, size_t bytes, Access access
     Conflict conflict;
     {
       CellLock lock(at);
-      conflict = record_access(cells, part, access, worker.running(), pc, global.first_block(), false,
-                               global.fenced());
+      conflict = record_access(cells, part, access, worker.running(), pc, global.first_block(),
+                               false, global.fenced());
     }
     if (conflict) {
       size_t byte = at + conflict.byte - tensor->address;
-      worker.fail(cudaErrorLaunchFailure,
-                  describe(conflict, format("%s, byte %zu", tensor->name.c_str(), byte), worker, pc),
-                  show_place(pc));
+      worker.fail(
+          cudaErrorLaunchFailure,
+          describe(conflict, format("%s, byte %zu", tensor->name.c_str(), byte), worker, pc),
+          show_place(pc));
     }
     done += part;
   }
@@ -155,10 +182,12 @@ void check_access(const void* pointer, size_t bytes, Access access, const void* 
   Worker& worker = *this_worker;
   const Fiber& thread = worker.running();
   uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
-  if (thread.stack.contains(address) || inside(&thread, address) || inside(&worker, address)) return;
+  if (thread.stack.contains(address) || inside(&thread, address) || inside(&worker, address))
+    return;
   if (worker.shared.contains(address)) {
     check_shared(worker, address, bytes, access, pc);
-  } else if (worker.launch->global && !inside(&current_thread, address) && !inside(&current_block, address)) {
+  } else if (worker.launch->global && !inside(&current_thread, address) &&
+             !inside(&current_block, address)) {
     check_global(worker, address, bytes, access, pc);
   }
 }

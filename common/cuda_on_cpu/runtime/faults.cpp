@@ -23,7 +23,8 @@ Registers get(const ucontext_t& context) {
 #elif defined(__aarch64__)
   return {uintptr_t(context.uc_mcontext.pc), uintptr_t(context.uc_mcontext.sp)};
 #else
-  return {uintptr_t(context.uc_mcontext.gregs[REG_RIP]), uintptr_t(context.uc_mcontext.gregs[REG_RSP])};
+  return {uintptr_t(context.uc_mcontext.gregs[REG_RIP]),
+          uintptr_t(context.uc_mcontext.gregs[REG_RSP])};
 #endif
 }
 
@@ -56,7 +57,8 @@ void on_fault(int signal, siginfo_t* info, void* context_) {
   worker.fault = {signal, reinterpret_cast<uintptr_t>(info->si_addr),
                   // + 1: show_place expects a return address
                   reinterpret_cast<const void*>(get(context).pc + 1), &worker.running()};
-  set(context, {reinterpret_cast<uintptr_t>(&cuda_on_cpu_resume), reinterpret_cast<uintptr_t>(worker.scheduler)});
+  set(context, {reinterpret_cast<uintptr_t>(&cuda_on_cpu_resume),
+                reinterpret_cast<uintptr_t>(worker.scheduler)});
 }
 
 }  // namespace
@@ -73,15 +75,13 @@ FaultHandlers::~FaultHandlers() {
   for (int i = 0; i < 3; ++i) sigaction(kSignals[i], &previous_actions[i], nullptr);
 }
 
-FaultStack::FaultStack() {
-  constexpr size_t kBytes = 64 * 1024;
-  static thread_local std::unique_ptr<char[]> memory(new char[kBytes]);
+SignalStack::SignalStack(char* memory) {
   stack_t stack = {};
-  stack.ss_sp = memory.get();
+  stack.ss_sp = memory;
   stack.ss_size = kBytes;
   sigaltstack(&stack, &previous_);
 }
 
-FaultStack::~FaultStack() { sigaltstack(&previous_, nullptr); }
+SignalStack::~SignalStack() { sigaltstack(&previous_, nullptr); }
 
 }  // namespace cuda_on_cpu

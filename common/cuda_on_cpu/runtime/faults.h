@@ -1,9 +1,9 @@
-// Faults in a kernel (a wild pointer, a stack overflow, a division by zero) become errors of the launch
-// instead of the end of the process.
+// Faults in a kernel (a wild pointer, a stack overflow, a division by zero) become errors of the
+// launch instead of the end of the process.
 #pragma once
 
 #include <csignal>
-#include <memory>
+#include <cstddef>
 
 namespace cuda_on_cpu {
 
@@ -17,12 +17,15 @@ class FaultHandlers {
   FaultHandlers(const FaultHandlers&) = delete;
 };
 
-/// A stack for the handler, since the fiber's own may be what overflowed. One for each worker.
-class FaultStack {
+/// While this exists, the calling thread handles signals on `memory`: a fiber's own stack may be
+/// what overflowed.
+class SignalStack {
  public:
-  FaultStack();
-  ~FaultStack();
-  FaultStack(const FaultStack&) = delete;
+  static constexpr size_t kBytes = 64 * 1024;
+
+  explicit SignalStack(char* memory);
+  ~SignalStack();
+  SignalStack(const SignalStack&) = delete;
 
  private:
   stack_t previous_;

@@ -3,7 +3,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <new>
@@ -14,11 +13,13 @@
 #define SYMBOL(name) #name
 #endif
 
+// clang-format off
 // The switch saves what the calling convention says a function must preserve, and nothing else.
 #if defined(__x86_64__)
 asm(".text\n"
     ".globl " SYMBOL(cuda_on_cpu_switch) "\n"
-    ".globl " SYMBOL(cuda_on_cpu_resume) "\n" SYMBOL(cuda_on_cpu_switch) ":\n"
+    ".globl " SYMBOL(cuda_on_cpu_resume) "\n"
+    SYMBOL(cuda_on_cpu_switch) ":\n"
     "  pushq %rbp\n"
     "  pushq %rbx\n"
     "  pushq %r12\n"
@@ -26,7 +27,8 @@ asm(".text\n"
     "  pushq %r14\n"
     "  pushq %r15\n"
     "  movq %rsp, (%rdi)\n"
-    "  movq %rsi, %rsp\n" SYMBOL(cuda_on_cpu_resume) ":\n"
+    "  movq %rsi, %rsp\n"
+    SYMBOL(cuda_on_cpu_resume) ":\n"
     "  popq %r15\n"
     "  popq %r14\n"
     "  popq %r13\n"
@@ -34,15 +36,14 @@ asm(".text\n"
     "  popq %rbx\n"
     "  popq %rbp\n"
     "  ret\n");
-namespace {
-constexpr size_t kFrameWords = 8;   // six registers, the return address, and one word to align the stack
+constexpr size_t kFrameWords = 8;  // six registers, the return address, and one to align the stack
 constexpr size_t kReturnAddress = 6;
-}  // namespace
 #elif defined(__aarch64__)
 asm(".text\n"
     ".globl " SYMBOL(cuda_on_cpu_switch) "\n"
     ".globl " SYMBOL(cuda_on_cpu_resume) "\n"
-    ".p2align 2\n" SYMBOL(cuda_on_cpu_switch) ":\n"
+    ".p2align 2\n"
+    SYMBOL(cuda_on_cpu_switch) ":\n"
     "  sub sp, sp, #160\n"
     "  stp x19, x20, [sp, #0]\n"
     "  stp x21, x22, [sp, #16]\n"
@@ -56,7 +57,8 @@ asm(".text\n"
     "  stp d14, d15, [sp, #144]\n"
     "  mov x9, sp\n"
     "  str x9, [x0]\n"
-    "  mov sp, x1\n" SYMBOL(cuda_on_cpu_resume) ":\n"
+    "  mov sp, x1\n"
+    SYMBOL(cuda_on_cpu_resume) ":\n"
     "  ldp x19, x20, [sp, #0]\n"
     "  ldp x21, x22, [sp, #16]\n"
     "  ldp x23, x24, [sp, #32]\n"
@@ -69,44 +71,40 @@ asm(".text\n"
     "  ldp d14, d15, [sp, #144]\n"
     "  add sp, sp, #160\n"
     "  ret\n");
-namespace {
 constexpr size_t kFrameWords = 20;
 constexpr size_t kReturnAddress = 11;  // x30
-}  // namespace
 #else
 #error "cuda_on_cpu runs on x86-64 and arm64; another processor needs its own cuda_on_cpu_switch"
 #endif
+// clang-format on
 
 namespace cuda_on_cpu {
 namespace {
 
-constexpr size_t kStacksPerSlab = 32;
-
 // Every guard page splits a mapping in two, and Linux allows 65,530 mappings a process. Beyond this
 // many stacks (16 OS threads with full blocks) the rest does without.
-constexpr int kMaxGuards = 16 * 1024;
-std::atomic<int> guards{0};
-
-/// Slabs are kept for the next worker of this OS thread; a thread-local needs no lock.
-char* stack_memory(size_t index) {
-  static __thread char* slab;
-  if (index % kStacksPerSlab == 0) {
-    void* memory = mmap(nullptr, kStacksPerSlab * Stack::kBytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) throw std::bad_alloc();
-    slab = static_cast<char*>(memory);
-  }
-  return slab + index % kStacksPerSlab * Stack::kBytes;
-}
+constexpr long kMaxGuards = 16 * 1024;
+std::atomic<long> guards{0};
 
 }  // namespace
 
-Stack::Stack(size_t index) : bottom_(reinterpret_cast<uintptr_t>(stack_memory(index))), guard_bytes_(0) {
-  size_t page = size_t(sysconf(_SC_PAGESIZE));
-  if (guards.fetch_add(1) < kMaxGuards && mprotect(reinterpret_cast<void*>(bottom_), page, PROT_NONE) == 0) {
-    guard_bytes_ = page;
+Stack StackPool::next() {
+  size_t place = count_ % kStacksPerSlab;
+  if (place == 0) {
+    void* slab = mmap(nullptr, kStacksPerSlab * Stack::kBytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANON | MAP_NORESERVE, -1, 0);
+    if (slab == MAP_FAILED) throw std::bad_alloc();
+    slabs_.push_back(static_cast<char*>(slab));
   }
-  stagger_ = index * 320 % kStagger;
+  char* memory = slabs_.back() + place * Stack::kBytes;
+  size_t page = size_t(sysconf(_SC_PAGESIZE));
+  bool guarded = guards++ < kMaxGuards && mprotect(memory, page, PROT_NONE) == 0;
+  return Stack(memory, guarded ? page : 0, count_++);
+}
+
+StackPool::~StackPool() {
+  for (char* slab : slabs_) munmap(slab, kStacksPerSlab * Stack::kBytes);
+  guards -= long(count_);
 }
 
 StackPointer Stack::start(void (*entry)()) {

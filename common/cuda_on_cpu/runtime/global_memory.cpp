@@ -7,7 +7,6 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <new>
 
 #include "../include/cuda_runtime.h"
 
@@ -17,14 +16,16 @@ namespace {
 // Every byte of a tensor that races are looked for in costs sizeof(Cell) = 60 bytes, once touched.
 constexpr size_t kMaxRaceCheckedBytes = 4 << 20;
 
-// How far outside a tensor an access may be and still be called an overrun of it. Running over the end
-// is the usual mistake; an access before the start has to be this many times nearer to be called one.
+// How far outside a tensor an access may be and still be called an overrun of it. Running over the
+// end is the usual mistake; an access before the start has to be this many times nearer to be
+// called one.
 constexpr uintptr_t kNear = 16 << 20;
 constexpr uintptr_t kBeforeStart = 256;
 
 std::mutex allocations_lock;
 std::map<uintptr_t, size_t>& allocations() {
-  static auto* map = new std::map<uintptr_t, size_t>();  // never destroyed: kernels may outlive main
+  static auto* map =
+      new std::map<uintptr_t, size_t>();  // never destroyed: kernels may outlive main
   return *map;
 }
 
@@ -45,13 +46,11 @@ void GlobalMemory::clear() {
   cells_used_ = 0;
 }
 
-/// The stamps of earlier launches no longer count, so growing need not keep them; and pages of zeros
-/// that are never touched cost nothing.
+/// The stamps of earlier launches no longer count, so growing need not keep them.
 void GlobalMemory::reserve_cells(size_t count) {
   if (count <= cell_capacity_) return;
   cell_capacity_ = std::max(count, 2 * cell_capacity_);
-  cells_.reset(static_cast<Cell*>(std::calloc(cell_capacity_, sizeof(Cell))));
-  if (!cells_) throw std::bad_alloc();
+  cells_ = make_cells(cell_capacity_);
 }
 
 const Tensor* GlobalMemory::find(uintptr_t address, size_t bytes) const {
@@ -65,7 +64,7 @@ const Tensor* GlobalMemory::nearest(uintptr_t address) const {
   const Tensor* best = nullptr;
   uintptr_t best_distance = kNear;
   for (const Tensor& t : tensors_) {
-    uintptr_t distance = address < t.address   ? (t.address - address) * kBeforeStart
+    uintptr_t distance = address < t.address             ? (t.address - address) * kBeforeStart
                          : address - t.address < t.bytes ? 0  // begins inside and runs over the end
                                                          : address - t.address - t.bytes;
     if (distance < best_distance) best = &t, best_distance = distance;
@@ -110,7 +109,8 @@ cudaError_t release(void* address) {
   if (!address) return cudaSuccess;
   {
     std::lock_guard<std::mutex> guard(allocations_lock);
-    if (allocations().erase(reinterpret_cast<uintptr_t>(address)) == 0) return cudaErrorInvalidValue;
+    if (allocations().erase(reinterpret_cast<uintptr_t>(address)) == 0)
+      return cudaErrorInvalidValue;
   }
   std::free(address);
   return cudaSuccess;

@@ -4,8 +4,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -20,7 +18,9 @@ struct Tensor {
   size_t first_cell;  // into GlobalMemory::cells, or kNoCells
 
   static constexpr size_t kNoCells = SIZE_MAX;
-  bool contains(uintptr_t a, size_t n) const { return a - address < bytes && n <= bytes - (a - address); }
+  bool contains(uintptr_t a, size_t n) const {
+    return a - address < bytes && n <= bytes - (a - address);
+  }
 };
 
 /// The tensors of one host thread.
@@ -35,8 +35,9 @@ class GlobalMemory {
   const Tensor* nearest(uintptr_t address) const;
 
   Cell* cells_of(const Tensor& tensor, uintptr_t address) {
-    return tensor.first_cell == Tensor::kNoCells ? nullptr
-                                                 : &cells_[tensor.first_cell + (address - tensor.address)];
+    return tensor.first_cell == Tensor::kNoCells
+               ? nullptr
+               : &cells_[tensor.first_cell + (address - tensor.address)];
   }
 
   void begin_launch(uint32_t first_block);
@@ -50,13 +51,10 @@ class GlobalMemory {
   bool on_host_stack(uintptr_t address) const { return address - stack_low_ < stack_bytes_; }
 
  private:
-  struct Free {
-    void operator()(Cell* cells) const { std::free(cells); }
-  };
   void reserve_cells(size_t count);
 
   std::vector<Tensor> tensors_;
-  std::unique_ptr<Cell[], Free> cells_;
+  Cells cells_;
   size_t cells_used_ = 0, cell_capacity_ = 0;
   uint32_t first_block_ = 0;
   std::atomic<bool> fenced_{false};

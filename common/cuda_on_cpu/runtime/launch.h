@@ -6,7 +6,7 @@
 #include <mutex>
 #include <string>
 
-#include "../include/cuda_runtime.h"
+#include "errors.h"
 #include "global_memory.h"
 #include "settings.h"
 
@@ -30,16 +30,16 @@ struct Launch {
   /// Keeps the first error of the launch; the blocks not yet begun will not run.
   void fail(cudaError_t code, std::string text);
 
-  std::mutex error_lock;
+  std::mutex error_lock{};
   cudaError_t error = cudaSuccess;
-  std::string error_text;
+  std::string error_text{};
 };
 
-/// printf into a std::string.
-std::string format(const char* pattern, ...) __attribute__((format(printf, 1, 2)));
-std::string show(const uint3& index);
+/// Held while a kernel runs: one launch at a time, and it has all cores. Guards the settings too.
+std::mutex& launch_lock();
 
-/// A code address as {library+0xoffset}; Python turns it into file:line with the debug information.
-std::string show_place(const void* pc);
+/// cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes). Under the
+/// lock.
+void grant_dynamic_shared(const void* kernel, int bytes);
 
 }  // namespace cuda_on_cpu

@@ -5,7 +5,8 @@ namespace cuda_on_cpu {
 
 struct Launch;
 
-/// Runs the launch's blocks on the calling thread and up to `threads` - 1 others. Under the launch lock.
+/// Runs the launch's blocks on the calling thread and up to `threads` - 1 others. Under the launch
+/// lock.
 void run_on_pool(Launch& launch, int threads);
 
 /// In the child of a fork the pool's threads do not exist; forget them.

@@ -1,5 +1,7 @@
 #include "race_check.h"
 
+#include <new>
+
 #include "worker.h"
 
 namespace cuda_on_cpu {
@@ -38,11 +40,20 @@ void remember_reader(Cell& cell, const Stamp& now, const Judge& judge) {
 
 }  // namespace
 
-Conflict record_access(Cell* cells, size_t bytes, Access access, const Fiber& thread, const void* pc,
-                       uint32_t first_block, bool must_be_written, bool blocks_are_ordered) {
+Cells make_cells(size_t count) {
+  Cells cells(static_cast<Cell*>(
+      std::calloc(count, sizeof(Cell))));  // calloc: pages of zeros, taken lazily
+  if (!cells) throw std::bad_alloc();
+  return cells;
+}
+
+Conflict record_access(Cell* cells, size_t bytes, Access access, const Fiber& thread,
+                       const void* pc, uint32_t first_block, bool must_be_written,
+                       bool blocks_are_ordered) {
   const Judge judge{thread, first_block, blocks_are_ordered};
   const Worker& worker = *thread.worker;
-  Stamp now{worker.block_serial, worker.phase, thread.clock, uint32_t(reinterpret_cast<uintptr_t>(pc)),
+  Stamp now{worker.block_serial, worker.phase,
+            thread.clock, uint32_t(reinterpret_cast<uintptr_t>(pc)),
             uint16_t(thread.rank), access};
   for (size_t i = 0; i < bytes; ++i) {
     Cell& cell = cells[i];
@@ -50,7 +61,8 @@ Conflict record_access(Cell* cells, size_t bytes, Access access, const Fiber& th
     bool written = judge.counts(write);
     bool both_atomic = access == Access::atomic && write.access == Access::atomic;
 
-    if (written && (write.access == Access::copy_in_flight || judge.conflicts(write)) && !both_atomic) {
+    if (written && (write.access == Access::copy_in_flight || judge.conflicts(write)) &&
+        !both_atomic) {
       return {write, access, false, i};
     }
     if (!written && must_be_written && (access == Access::read || access == Access::atomic)) {
@@ -82,7 +94,8 @@ void land_copy(Cell* cells, size_t bytes, const Fiber& thread) {
 
 const void* code_address(const Stamp& stamp, const void* nearby) {
   uintptr_t base = reinterpret_cast<uintptr_t>(nearby);
-  return reinterpret_cast<const void*>(base + uintptr_t(intptr_t(int32_t(stamp.pc - uint32_t(base)))));
+  return reinterpret_cast<const void*>(base +
+                                       uintptr_t(intptr_t(int32_t(stamp.pc - uint32_t(base)))));
 }
 
 }  // namespace cuda_on_cpu

@@ -26,19 +26,24 @@ std::atomic<uint32_t> block_serials{0};
 
 }  // namespace
 
-uint32_t next_block_serial() { return block_serials.load() + 1; }
+uint32_t upcoming_block_serial() { return block_serials.load() + 1; }
 
-Worker::Worker() = default;
+Worker::Worker() : signal_stack_(new char[SignalStack::kBytes]) {}
+Worker::~Worker() { this_worker = nullptr; }
 
 Worker& Worker::of_this_thread() {
-  if (!this_worker) this_worker = new Worker();  // as long-lived as the thread's stacks
+  static thread_local std::unique_ptr<Worker> owner;  // gone with the thread
+  if (!this_worker) {
+    owner = std::make_unique<Worker>();
+    this_worker = owner.get();
+  }
   return *this_worker;
 }
 
 void Worker::run(Launch& next) {
   launch = &next;
   prepare_fibers();
-  FaultStack fault_stack;
+  SignalStack signal_stack(signal_stack_.get());
   while (!launch->failed.load(std::memory_order_relaxed)) {
     uint64_t index = launch->next_block++;
     if (index >= launch->blocks) break;
@@ -51,7 +56,9 @@ void Worker::run(Launch& next) {
 void Worker::prepare_fibers() {
   const dim3& dim = launch->config.block;
   threads_ = dim.x * dim.y * dim.z;
-  while (fibers_.size() < threads_) fibers_.push_back(std::make_unique<Fiber>(this, fibers_.size()));
+  while (fibers_.size() < threads_) {
+    fibers_.push_back(std::make_unique<Fiber>(this, stacks_.next(), fibers_.size()));
+  }
   for (unsigned rank = 0; rank < threads_; ++rank) {
     Fiber& fiber = *fibers_[rank];
     fiber.index = {rank % dim.x, rank / dim.x % dim.y, rank / (dim.x * dim.y)};
@@ -63,22 +70,26 @@ void Worker::prepare_fibers() {
   block.dynamic_shared = shared.dynamic();
   block.dynamic_shared_bytes = launch->config.dynamic_shared_bytes;
   random_state_ = 0x9e3779b97f4a7c15u ^ (launch->settings.seed + 1) * 0xd1342543de82ef95u;
-  if (launch->site.checked && !shared_cells) shared_cells.reset(new Cell[SharedMemory::kArena]);
+  if (launch->site.checked && !shared_cells) shared_cells = make_cells(SharedMemory::kArena);
 }
 
 /// Blocks run in the chosen order too: from the last one, or from somewhere in the middle.
 uint64_t Worker::permuted(uint64_t index) const {
   switch (launch->settings.order) {
-    case Order::forward: return index;
-    case Order::reverse: return launch->blocks - 1 - index;
-    case Order::random: return (index + launch->settings.seed % launch->blocks) % launch->blocks;
+    case Order::forward:
+      return index;
+    case Order::reverse:
+      return launch->blocks - 1 - index;
+    case Order::random:
+      return (index + launch->settings.seed % launch->blocks) % launch->blocks;
   }
   return index;
 }
 
 void Worker::begin_block(uint64_t index) {
   const dim3& grid = launch->config.grid;
-  block.index = {unsigned(index % grid.x), unsigned(index / grid.x % grid.y), unsigned(index / grid.x / grid.y)};
+  block.index = {unsigned(index % grid.x), unsigned(index / grid.x % grid.y),
+                 unsigned(index / grid.x / grid.y)};
   current_block = &block;
   shared.begin_block(launch->config.dynamic_shared_bytes);
 
@@ -123,10 +134,12 @@ void Worker::end_block() {
   if (!block_failed_) {
     if (const SharedVariable* v = shared.damaged()) {
       std::string declared = v->file ? format(" (declared at %s:%d)", v->file, v->line) : "";
-      fail_block(cudaErrorIllegalAddress,
-                 format("out of range: something was written just past '%s'%s, %zu bytes of shared memory; "
-                        "the check build names the line",
-                        v->declaration.name, declared.c_str(), v->declaration.bytes));
+      fail_block(
+          cudaErrorIllegalAddress,
+          format(
+              "out of range: something was written just past '%s'%s, %zu bytes of shared memory; "
+              "the check build names the line",
+              v->declaration.name, declared.c_str(), v->declaration.bytes));
     }
   }
   if (block_failed_) {  // what is on the fibers' stacks will not be continued
@@ -213,20 +226,26 @@ int Worker::barrier(BarrierResult wanted, bool predicate, const char* file, int 
     barrier_ = {0, 0, file, line, me.rank};
   } else if (barrier_.line != line || std::strcmp(barrier_.file, file) != 0) {
     const Fiber& first = *fibers_[barrier_.first];
-    fail(format("divergent __syncthreads(): thread %s waits at %s:%d, and thread %s has come to another one; "
-                "every thread of the block must reach the same barrier",
-                show(first.index).c_str(), barrier_.file, barrier_.line, show(me.index).c_str()),
-         file, line);
+    fail(
+        format(
+            "divergent __syncthreads(): thread %s waits at %s:%d, and thread %s has come to another one; "
+            "every thread of the block must reach the same barrier",
+            show(first.index).c_str(), barrier_.file, barrier_.line, show(me.index).c_str()),
+        file, line);
   }
   ++barrier_.arrived;
   barrier_.votes += predicate;
   me.state = Fiber::State::at_barrier;
   switch_from(me);
   switch (wanted) {
-    case BarrierResult::none: return 0;
-    case BarrierResult::any: return released_.votes > 0;
-    case BarrierResult::all: return released_.votes == released_.arrived;
-    case BarrierResult::count: return int(released_.votes);
+    case BarrierResult::none:
+      return 0;
+    case BarrierResult::any:
+      return released_.votes > 0;
+    case BarrierResult::all:
+      return released_.votes == released_.arrived;
+    case BarrierResult::count:
+      return int(released_.votes);
   }
   return 0;
 }
@@ -248,17 +267,18 @@ void Worker::release_barrier() {
 
 void Worker::fail_block(cudaError_t code, const std::string& what) {
   block_failed_ = true;
-  launch->fail(code, what + format("\n  in kernel %s, block %s, launched at %s:%d", launch->site.kernel,
-                                   show(block.index).c_str(), launch->site.file, launch->site.line));
+  launch->fail(code,
+               what + format("\n  in kernel %s, block %s, launched at %s:%d", launch->site.kernel,
+                             show(block.index).c_str(), launch->site.file, launch->site.line));
 }
 
 void Worker::fail(cudaError_t code, const std::string& what, const std::string& place) {
   Fiber& me = running();
   block_failed_ = true;
   launch->fail(code, place + ": " + what +
-                         format("\n  in kernel %s, block %s, thread %s, launched at %s:%d", launch->site.kernel,
-                                show(block.index).c_str(), show(me.index).c_str(), launch->site.file,
-                                launch->site.line));
+                         format("\n  in kernel %s, block %s, thread %s, launched at %s:%d",
+                                launch->site.kernel, show(block.index).c_str(),
+                                show(me.index).c_str(), launch->site.file, launch->site.line));
   abandon(me);
 }
 
@@ -303,14 +323,16 @@ void Worker::report_fault() {
   if (seen.signal == kDivisionFault) {
     what = "integer division by zero (a GPU would go on with a meaningless result)";
   } else if (seen.fiber->stack.guard_contains(seen.address)) {
-    what = format("stack overflow: the local variables of a thread need more than %zu KiB", Stack::kUsable / 1024);
+    what = format("stack overflow: the local variables of a thread need more than %zu KiB",
+                  Stack::kUsable / 1024);
   } else {
-    what = format("illegal memory access at address 0x%zx; the check build names the tensor", size_t(seen.address));
+    what = format("illegal memory access at address 0x%zx; the check build names the tensor",
+                  size_t(seen.address));
   }
   std::string text = show_place(seen.pc) + ": " + what +
-                     format("\n  in kernel %s, block %s, thread %s, launched at %s:%d", launch->site.kernel,
-                            show(block.index).c_str(), show(seen.fiber->index).c_str(), launch->site.file,
-                            launch->site.line);
+                     format("\n  in kernel %s, block %s, thread %s, launched at %s:%d",
+                            launch->site.kernel, show(block.index).c_str(),
+                            show(seen.fiber->index).c_str(), launch->site.file, launch->site.line);
   current_thread = nullptr;
   block_failed_ = true;
   launch->fail(cudaErrorIllegalAddress, text);

@@ -8,9 +8,12 @@ namespace {
 
 constexpr size_t KiB = 1024;
 constexpr Architecture kArchitectures[] = {
-    {75, 64 * KiB, 64 * KiB, 1024, 16, 40},     {80, 163 * KiB, 164 * KiB, 2048, 32, 108},
-    {86, 99 * KiB, 100 * KiB, 1536, 16, 82},    {89, 99 * KiB, 100 * KiB, 1536, 24, 128},
-    {90, 227 * KiB, 228 * KiB, 2048, 32, 132},  {100, 227 * KiB, 228 * KiB, 2048, 32, 148},
+    {75, 64 * KiB, 64 * KiB, 1024, 16, 40},
+    {80, 163 * KiB, 164 * KiB, 2048, 32, 108},
+    {86, 99 * KiB, 100 * KiB, 1536, 16, 82},
+    {89, 99 * KiB, 100 * KiB, 1536, 24, 128},
+    {90, 227 * KiB, 228 * KiB, 2048, 32, 132},
+    {100, 227 * KiB, 228 * KiB, 2048, 32, 148},
     {120, 99 * KiB, 100 * KiB, 1536, 24, 188},
 };
 constexpr int kDefaultArchitecture = 80;

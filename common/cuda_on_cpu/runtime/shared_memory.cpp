@@ -6,8 +6,10 @@
 
 namespace cuda_on_cpu {
 namespace {
-constexpr int kDynamicSite = -1;
-}
+
+constexpr int kDynamicSite = -1;  // dynamic shared memory is no declaration that counts
+
+}  // namespace
 
 SharedMemory::SharedMemory() {
   void* memory = nullptr;
@@ -16,9 +18,11 @@ SharedMemory::SharedMemory() {
   std::memset(arena_, 0xff, kLead);
 }
 
+SharedMemory::~SharedMemory() { std::free(arena_); }
+
 void SharedMemory::begin_block(size_t dynamic_bytes) {
   for (const SharedVariable& v : variables_) {
-    if (v.site >= 0) variable_of_site_[size_t(v.site)] = -1;
+    if (v.site != kDynamicSite) variable_of_site_[size_t(v.site)] = -1;
   }
   variables_.clear();
   static_bytes_ = 0;
@@ -36,22 +40,24 @@ void SharedMemory::name_dynamic(const char* name, size_t element_bytes) {
   dynamic.extents[0] = dynamic.bytes / element_bytes;
 }
 
-SharedVariable& SharedMemory::place(size_t offset, const SharedDeclaration& declaration, const char* file, int line,
-                                    int site) {
+SharedVariable& SharedMemory::place(size_t offset, const SharedDeclaration& declaration,
+                                    const char* file, int line, int site) {
   std::memset(arena_ + offset, 0xff, declaration.bytes + kGuard);
   end_ = offset + declaration.bytes + kGuard;
   variables_.push_back({offset, declaration, file, line, site});
   return variables_.back();
 }
 
-void* SharedMemory::variable(int site, const SharedDeclaration& declaration, const char* file, int line) {
+void* SharedMemory::variable(int site, const SharedDeclaration& declaration, const char* file,
+                             int line) {
   size_t s = size_t(site);
   if (s >= variable_of_site_.size()) variable_of_site_.resize(s + 16, -1);
   int known = variable_of_site_[s];
   if (known >= 0) return arena_ + variables_[size_t(known)].offset;
 
   size_t bytes = declaration.bytes;
-  size_t offset = (end_ + declaration.alignment - 1) / declaration.alignment * declaration.alignment;
+  size_t offset =
+      (end_ + declaration.alignment - 1) / declaration.alignment * declaration.alignment;
   static_bytes_ += bytes;
   if (bytes > kArena || offset + bytes + kGuard > kArena) return nullptr;
   variable_of_site_[s] = int(variables_.size());
@@ -98,7 +104,8 @@ const SharedVariable* SharedMemory::nearest(size_t offset) const {
   for (const SharedVariable& v : variables_) {
     if (v.offset <= offset && (!best || v.offset > best->offset)) best = &v;
   }
-  return best ? best : variables_.empty() ? nullptr : &variables_.front();
+  return best ? best : variables_.empty() ? nullptr
+                                          : &variables_.front();
 }
 
 }  // namespace cuda_on_cpu

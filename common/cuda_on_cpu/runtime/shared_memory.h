@@ -30,6 +30,8 @@ class SharedMemory {
   static constexpr size_t kGuard = 64;
 
   SharedMemory();
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
 
   void begin_block(size_t dynamic_bytes);
 
@@ -42,7 +44,9 @@ class SharedMemory {
   /// The variable whose guard zone the block wrote into, or null.
   const SharedVariable* damaged() const;
 
-  bool contains(uintptr_t address) const { return address - reinterpret_cast<uintptr_t>(arena_) < kArena; }
+  bool contains(uintptr_t address) const {
+    return address - reinterpret_cast<uintptr_t>(arena_) < kArena;
+  }
   size_t offset(uintptr_t address) const { return address - reinterpret_cast<uintptr_t>(arena_); }
 
   /// The variable that holds these bytes, or null; and the last one that begins before them.
@@ -53,10 +57,12 @@ class SharedMemory {
   size_t static_bytes() const { return static_bytes_; }
 
  private:
-  // Before the first variable: room for negative indices, and the alignment of dynamic shared memory.
+  // Before the first variable: room for negative indices, and the alignment of dynamic shared
+  // memory.
   static constexpr size_t kLead = 1024;
 
-  SharedVariable& place(size_t offset, const SharedDeclaration& declaration, const char* file, int line, int site);
+  SharedVariable& place(size_t offset, const SharedDeclaration& declaration, const char* file,
+                        int line, int site);
 
   char* arena_;
   std::vector<SharedVariable> variables_;

@@ -48,7 +48,8 @@ void mma_16_bit(void* const* arguments, unsigned) {
     const Mma& mma = *static_cast<const Mma*>(arguments[lane]);
     int row = lane / 4, k = lane % 4 * 2, column = lane / 4;
     for (int half = 0; half < 2; ++half) {
-      for (int i = 0; i < 4; ++i) a[row + i % 2 * 8][k + half + i / 2 * 8] = unpack<Format>(mma.a[i], half);
+      for (int i = 0; i < 4; ++i)
+        a[row + i % 2 * 8][k + half + i / 2 * 8] = unpack<Format>(mma.a[i], half);
       for (int i = 0; i < 2; ++i) b[k + half + i * 8][column] = unpack<Format>(mma.b[i], half);
     }
   }
@@ -57,7 +58,9 @@ void mma_16_bit(void* const* arguments, unsigned) {
 
 void mma_tf32(void* const* arguments, unsigned) {
   float a[16][8], b[8][8];
-  auto value = [](uint32_t bits) { return float_of(bits & ~0x1fffu); };  // the hardware ignores 13 bits
+  auto value = [](uint32_t bits) {
+    return float_of(bits & ~0x1fffu);
+  };  // the hardware ignores 13 bits
   for (int lane = 0; lane < 32; ++lane) {
     const Mma& mma = *static_cast<const Mma*>(arguments[lane]);
     int row = lane / 4, k = lane % 4, column = lane / 4;
@@ -84,9 +87,10 @@ void load_matrices(void* const* arguments, unsigned) {
   for (int matrix = 0; matrix < Matrices; ++matrix) {
     for (int lane = 0; lane < 32; ++lane) {
       int row = lane / 4, column = lane % 4 * 2;
-      uint32_t low = Transposed ? element(arguments, matrix, column, row) : element(arguments, matrix, row, column);
-      uint32_t high =
-          Transposed ? element(arguments, matrix, column + 1, row) : element(arguments, matrix, row, column + 1);
+      uint32_t low = Transposed ? element(arguments, matrix, column, row)
+                                : element(arguments, matrix, row, column);
+      uint32_t high = Transposed ? element(arguments, matrix, column + 1, row)
+                                 : element(arguments, matrix, row, column + 1);
       static_cast<LoadMatrix*>(arguments[lane])->registers[matrix] = low | high << 16;
     }
   }
@@ -94,30 +98,39 @@ void load_matrices(void* const* arguments, unsigned) {
 
 WarpFunction loader(int matrices, bool transposed) {
   switch (matrices * 2 + transposed) {
-    case 2: return load_matrices<1, false>;
-    case 3: return load_matrices<1, true>;
-    case 4: return load_matrices<2, false>;
-    case 5: return load_matrices<2, true>;
-    case 8: return load_matrices<4, false>;
-    default: return load_matrices<4, true>;
+    case 2:
+      return load_matrices<1, false>;
+    case 3:
+      return load_matrices<1, true>;
+    case 4:
+      return load_matrices<2, false>;
+    case 5:
+      return load_matrices<2, true>;
+    case 8:
+      return load_matrices<4, false>;
+    default:
+      return load_matrices<4, true>;
   }
 }
 
-/// Tensor-core instructions need all 32 lanes. Lanes that have returned, or never were, are an error.
-void whole_warp(const char* operation, WarpFunction run, void* argument, const char* file, int line) {
+/// Tensor-core instructions need all 32 lanes. Lanes that have returned, or never were, are an
+/// error.
+void whole_warp(const char* operation, WarpFunction run, void* argument, const char* file,
+                int line) {
   Worker& worker = *this_worker;
   unsigned alive = worker.warp_of(worker.running()).alive;
   if (alive != ~0u) {
-    worker.fail(format("%s needs all 32 lanes of the warp; %d are there", operation, __builtin_popcount(alive)), file,
-                line);
+    worker.fail(format("%s needs all 32 lanes of the warp; %d are there", operation,
+                       __builtin_popcount(alive)),
+                file, line);
   }
   worker.collective(operation, run, ~0u, argument, file, line);
 }
 
 }  // namespace
 
-void mma_16x8(MmaType type, float* d, const uint32_t* a, const uint32_t* b, const float* c, const char* file,
-              int line) {
+void mma_16x8(MmaType type, float* d, const uint32_t* a, const uint32_t* b, const float* c,
+              const char* file, int line) {
   Mma mma{d, a, b, c};
   WarpFunction run = type == MmaType::bf16  ? mma_16_bit<BFloat16>
                      : type == MmaType::f16 ? mma_16_bit<Binary16>
@@ -125,20 +138,23 @@ void mma_16x8(MmaType type, float* d, const uint32_t* a, const uint32_t* b, cons
   whole_warp(type == MmaType::tf32 ? "mma_m16n8k8_tf32" : "mma_m16n8k16", run, &mma, file, line);
 }
 
-void ldmatrix(int matrices, bool transposed, uint32_t* registers, const void* row, const char* file, int line) {
+void ldmatrix(int matrices, bool transposed, uint32_t* registers, const void* row, const char* file,
+              int line) {
   Worker& worker = *this_worker;
   LoadMatrix load{static_cast<const char*>(row), {}};
   if (int(worker.running().lane) < matrices * 8) {  // the other lanes' addresses are not used
     uintptr_t address = reinterpret_cast<uintptr_t>(row);
     if (address % 16 != 0) {
-      worker.fail(cudaErrorMisalignedAddress, "ldmatrix: the address of a row is not a multiple of 16 bytes",
+      worker.fail(cudaErrorMisalignedAddress,
+                  "ldmatrix: the address of a row is not a multiple of 16 bytes",
                   format("%s:%d", file, line));
     }
     if (!worker.shared.contains(address)) {
       worker.fail(cudaErrorIllegalAddress, "ldmatrix: the address of a row is not in shared memory",
                   format("%s:%d", file, line));
     }
-    if (worker.launch->site.checked) check_access(row, 16, Access::read, __builtin_return_address(0));
+    if (worker.launch->site.checked)
+      check_access(row, 16, Access::read, __builtin_return_address(0));
   }
   whole_warp("ldmatrix", loader(matrices, transposed), &load, file, line);
   std::memcpy(registers, load.registers, sizeof(uint32_t) * size_t(matrices));

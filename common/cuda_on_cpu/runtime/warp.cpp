@@ -7,11 +7,12 @@ namespace cuda_on_cpu {
 
 // ---- meeting
 
-void Worker::collective(const char* operation, WarpFunction run, unsigned mask, void* argument, const char* file,
-                        int line) {
+void Worker::collective(const char* operation, WarpFunction run, unsigned mask, void* argument,
+                        const char* file, int line) {
   Fiber& me = running();
   if (!(mask >> me.lane & 1)) {
-    fail(format("%s: lane %u calls it with mask 0x%08x, which leaves lane %u out", operation, me.lane, mask, me.lane),
+    fail(format("%s: lane %u calls it with mask 0x%08x, which leaves lane %u out", operation,
+                me.lane, mask, me.lane),
          file, line);
   }
   me.operation = operation;
@@ -39,8 +40,9 @@ bool Worker::try_complete(unsigned warp_index, Fiber& one) {
     const Fiber& other = *fibers_[warp_index * 32 + unsigned(__builtin_ctz(rest))];
     if (other.mask == one.mask && other.run == one.run) continue;
     if (current_thread == &one) {
-      fail(format("%s with mask 0x%08x waits for lane %u, which is in %s with mask 0x%08x at %s:%d", one.operation,
-                  one.mask, other.lane, other.operation, other.mask, other.file, other.line),
+      fail(format("%s with mask 0x%08x waits for lane %u, which is in %s with mask 0x%08x at %s:%d",
+                  one.operation, one.mask, other.lane, other.operation, other.mask, other.file,
+                  other.line),
            one.file, one.line);
     }
     return false;
@@ -114,21 +116,30 @@ void fold_lanes(void* const* arguments, unsigned lanes, Operator combine) {
   for (unsigned rest = lanes & (lanes - 1); rest != 0; rest &= rest - 1) {
     result = combine(result, static_cast<Word*>(arguments[__builtin_ctz(rest)])->value);
   }
-  for (; lanes != 0; lanes &= lanes - 1) static_cast<Word*>(arguments[__builtin_ctz(lanes)])->result = result;
+  for (; lanes != 0; lanes &= lanes - 1)
+    static_cast<Word*>(arguments[__builtin_ctz(lanes)])->result = result;
 }
 
 template <ReduceOp op>
 void reduce_lanes(void* const* arguments, unsigned lanes) {
   fold_lanes(arguments, lanes, [](unsigned a, unsigned b) -> unsigned {
     switch (op) {
-      case ReduceOp::add: return a + b;
-      case ReduceOp::min_signed: return int(a) < int(b) ? a : b;
-      case ReduceOp::max_signed: return int(a) > int(b) ? a : b;
-      case ReduceOp::min_unsigned: return a < b ? a : b;
-      case ReduceOp::max_unsigned: return a > b ? a : b;
-      case ReduceOp::bit_and: return a & b;
-      case ReduceOp::bit_or: return a | b;
-      case ReduceOp::bit_xor: return a ^ b;
+      case ReduceOp::add:
+        return a + b;
+      case ReduceOp::min_signed:
+        return int(a) < int(b) ? a : b;
+      case ReduceOp::max_signed:
+        return int(a) > int(b) ? a : b;
+      case ReduceOp::min_unsigned:
+        return a < b ? a : b;
+      case ReduceOp::max_unsigned:
+        return a > b ? a : b;
+      case ReduceOp::bit_and:
+        return a & b;
+      case ReduceOp::bit_or:
+        return a | b;
+      case ReduceOp::bit_xor:
+        return a ^ b;
     }
     return a;
   });
@@ -155,7 +166,8 @@ void ballot_lanes(void* const* arguments, unsigned lanes) {
     int lane = __builtin_ctz(rest);
     if (static_cast<Word*>(arguments[lane])->value) result |= 1u << lane;
   }
-  for (; lanes != 0; lanes &= lanes - 1) static_cast<Word*>(arguments[__builtin_ctz(lanes)])->result = result;
+  for (; lanes != 0; lanes &= lanes - 1)
+    static_cast<Word*>(arguments[__builtin_ctz(lanes)])->result = result;
 }
 
 /// For each lane, the lanes whose value is the same; the answer goes where the source lane was.
@@ -176,7 +188,8 @@ void warp_sync(unsigned mask, const char* file, int line) {
   this_worker->collective("__syncwarp", nullptr, mask, nullptr, file, line);
 }
 
-uint64_t warp_shuffle(unsigned mask, uint64_t value, unsigned source_lane, const char* file, int line) {
+uint64_t warp_shuffle(unsigned mask, uint64_t value, unsigned source_lane, const char* file,
+                      int line) {
   Shuffle lane{value, value, source_lane % 32};
   this_worker->collective("a shuffle", shuffle_lanes, mask, &lane, file, line);
   return lane.result;

@@ -29,9 +29,14 @@ using WarpFunction = void (*)(void* const* arguments, unsigned lanes);
 
 /// A thread of the block.
 struct Fiber : ThreadContext {
-  enum class State : uint8_t { ready, at_barrier, in_collective, returned };
+  enum class State : uint8_t { ready,
+                               at_barrier,
+                               in_collective,
+                               returned };
 
-  Fiber(Worker* owner, size_t rank_) : worker(owner), stack(rank_) { rank = unsigned(rank_); }
+  Fiber(Worker* owner, Stack memory, size_t rank_) : worker(owner), stack(memory) {
+    rank = unsigned(rank_);
+  }
 
   Worker* worker;
   Stack stack;
@@ -51,14 +56,14 @@ struct Fiber : ThreadContext {
   std::vector<AsyncCopy> copies;
   unsigned copy_group = 0;  // groups committed so far
 
-  // For the race checker: how often this lane has passed a __syncwarp, and which passings of the other
-  // lanes come before what it does now.
+  // For the race checker: how often this lane has passed a __syncwarp, and which passings of the
+  // other lanes come before what it does now.
   uint32_t clock = 1;
   uint32_t seen[32] = {};
 };
 
 struct Warp {
-  unsigned alive = 0;    // lanes that have not returned
+  unsigned alive = 0;  // lanes that have not returned
   unsigned waiting = 0;  // lanes that wait in a collective
 };
 
@@ -66,6 +71,7 @@ class Worker {
  public:
   Worker();
   Worker(const Worker&) = delete;
+  ~Worker();
 
   /// The calling OS thread's worker, made on first use.
   static Worker& of_this_thread();
@@ -76,12 +82,13 @@ class Worker {
   // ---- called by a running fiber
   Fiber& running() const { return *static_cast<Fiber*>(current_thread); }
   int barrier(BarrierResult wanted, bool predicate, const char* file, int line);
-  void collective(const char* operation, WarpFunction run, unsigned mask, void* argument, const char* file,
-                  int line);
+  void collective(const char* operation, WarpFunction run, unsigned mask, void* argument,
+                  const char* file, int line);
   void yield();
   void thread_returned();
 
-  /// Reports an error of the running fiber and never comes back. `place` is file:line or show_place().
+  /// Reports an error of the running fiber and never comes back. `place` is file:line or
+  /// show_place().
   [[noreturn]] void fail(cudaError_t code, const std::string& what, const std::string& place);
   [[noreturn]] void fail(const std::string& what, const char* file, int line);
 
@@ -106,9 +113,9 @@ class Worker {
   Launch* launch = nullptr;
   BlockContext block{};
   SharedMemory shared;
-  std::unique_ptr<Cell[]> shared_cells;  // null until the first check build
-  uint32_t block_serial = 0;             // unique in the process
-  uint32_t phase = 0;                    // barriers passed by this block
+  Cells shared_cells;  // null until the first check build
+  uint32_t block_serial = 0;  // unique in the process
+  uint32_t phase = 0;  // barriers passed by this block
 
  private:
   void prepare_fibers();
@@ -127,10 +134,14 @@ class Worker {
   void complete(unsigned warp_index, unsigned lanes, Fiber& latest);
   void join_clocks(unsigned warp_index, unsigned lanes);
 
-  void push(unsigned rank) { ready_[(ready_head_ + ready_count_++) % kMaxThreads] = uint16_t(rank); }
+  void push(unsigned rank) {
+    ready_[(ready_head_ + ready_count_++) % kMaxThreads] = uint16_t(rank);
+  }
   Fiber& pop();
   uint64_t random();
 
+  StackPool stacks_;
+  std::unique_ptr<char[]> signal_stack_;
   std::vector<std::unique_ptr<Fiber>> fibers_;
   unsigned threads_ = 0;  // of the block: fibers_ may be more
   Warp warps_[kMaxThreads / 32];
@@ -151,6 +162,9 @@ class Worker {
     unsigned arrived = 0, votes = 0;
   } released_;
 };
+
+/// No block that begins from now on has a lower serial number.
+uint32_t upcoming_block_serial();
 
 /// Null on a thread that runs no blocks.
 extern CUDA_ON_CPU_THREAD_LOCAL Worker* this_worker;

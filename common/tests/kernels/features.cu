@@ -1,4 +1,6 @@
-// One small kernel for each thing that the CPU layer provides. The tests compute the same in PyTorch.
+// One small kernel for each thing that the CPU layer provides. The tests compute the same in
+// PyTorch.
+#include <assert.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
 
@@ -267,9 +269,9 @@ extern "C" cudaError_t run_big_static(float* out, int which, int dynamic, int as
 // ---- and inside a kernel
 
 enum Mistake { FINE, DIVERGENT, DEADLOCK, OVERFLOW_STACK, WILD, DIVIDE, PAST_SHARED, LANE_NOT_IN_MASK, TRAP,
-               RACE_IN_WARP, SAME_OUTPUT, PLAIN_COUNTER, HALF_SYNCWARP, MEMCPY_PAST, BEFORE_TENSOR, MASKS_DIFFER };
+               RACE_IN_WARP, SAME_OUTPUT, PLAIN_COUNTER, HALF_SYNCWARP, MEMCPY_PAST, BEFORE_TENSOR, MASKS_DIFFER, ASSERTION };
 
-__device__ float recurse(float* out, int depth) {
+__device__ __noinline__ float recurse(float* out, int depth) {
   volatile float local[1024];
   for (int i = 0; i < 1024; ++i) local[i] = depth;
   return depth == 0 ? local[5] : recurse(out, depth - 1) + local[depth % 1024];
@@ -311,6 +313,7 @@ __global__ void mistakes(float* out, int mistake, int n, int zero) {
   if (mistake == MEMCPY_PAST) memcpy(&x[60], out, n * sizeof(float) * 8);  // @memcpy-past
   if (mistake == BEFORE_TENSOR) out[-n] = 1.0f;                   // @before-tensor
   if (mistake == MASKS_DIFFER && t < 2) __shfl_sync(t == 0 ? 3u : 7u, t, 0);  // @masks-differ
+  assert(mistake != ASSERTION || t < 7);                          // @assertion
   mine[t] = x[t];
 }
 extern "C" cudaError_t run_mistakes(float* out, int mistake, int blocks, int n, int zero, cudaStream_t stream) {

@@ -1,7 +1,7 @@
 // Five kernels of the kind that the course builds, each with bugs that can be switched on.
 //
-// Every kernel is a template over Bug; NONE is correct. A comment `// @name` marks a line that a test
-// expects an error to name. Sizes are those of the tests, so shapes are not checked here.
+// Every kernel is a template over Bug; NONE is correct. A comment `// @name` marks a line that a
+// test expects an error to name. Sizes are those of the tests, so shapes are not checked here.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <math.h>

@@ -1,4 +1,5 @@
-// atomicAdd and its family. Only the types that CUDA accepts: what compiles here compiles with nvcc.
+// atomicAdd and its family. Only the types that CUDA accepts: what compiles here compiles with
+// nvcc.
 #pragma once
 
 #include <type_traits>
@@ -34,7 +35,8 @@ inline T atomic_update(T* address, Update update) {
     __builtin_memcpy(static_cast<void*>(&value), &before, sizeof(T));
     updated = update(value);
     __builtin_memcpy(&after, static_cast<void*>(&updated), sizeof(T));
-  } while (!__atomic_compare_exchange_n(target, &before, after, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+  } while (!__atomic_compare_exchange_n(target, &before, after, false, __ATOMIC_RELAXED,
+                                        __ATOMIC_RELAXED));
   return value;
 }
 
@@ -74,7 +76,8 @@ inline T atomicCAS(T* address, cuda_on_cpu::Value<T> expected, cuda_on_cpu::Valu
   static_assert(cuda_on_cpu::is_one_of<T, int, unsigned, unsigned long long, unsigned short>,
                 "CUDA has no atomicCAS for this type");
   T found = expected;
-  bool swapped = __atomic_compare_exchange_n(address, &found, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  bool swapped = __atomic_compare_exchange_n(address, &found, desired, false, __ATOMIC_RELAXED,
+                                             __ATOMIC_RELAXED);
   if (!swapped) cuda_on_cpu::yield();  // a lock is taken: let the thread that holds it run
   return found;
 }
@@ -111,7 +114,8 @@ inline T atomicXor(T* address, cuda_on_cpu::Value<T> value) {
 
 /// Counts 0, 1, ..., limit, 0, ...
 static inline unsigned atomicInc(unsigned* address, unsigned limit) {
-  return cuda_on_cpu::atomic_update(address, [limit](unsigned old) { return old >= limit ? 0 : old + 1; });
+  return cuda_on_cpu::atomic_update(address,
+                                    [limit](unsigned old) { return old >= limit ? 0 : old + 1; });
 }
 
 /// Counts limit, ..., 1, 0, limit, ...

@@ -1,8 +1,9 @@
 // The two 16-bit floating-point formats, in one template: __half and __nv_bfloat16.
 //
 // Rounding is the hardware's: to nearest even, subnormals kept, overflow to infinity, and every NaN
-// that a conversion makes is 0x7fff. +, -, *, / in float and one rounding to 16 bits are exact enough
-// to equal a single rounding (float has more than twice the bits); fused multiply-add needs more care.
+// that a conversion makes is 0x7fff. +, -, *, / in float and one rounding to 16 bits are exact
+// enough to equal a single rounding (float has more than twice the bits); fused multiply-add needs
+// more care.
 #pragma once
 
 #include <math.h>
@@ -38,7 +39,7 @@ struct Binary16 {  // 1 sign, 5 exponent, 10 mantissa bits
     uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
     if (magnitude > 0x7f800000) return 0x7fff;
     if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);  // 65520 and above: infinity
-    if (magnitude < 0x38800000) {                                 // below 2^-14: subnormal
+    if (magnitude < 0x38800000) {  // below 2^-14: subnormal
       // Adding 0.5 leaves the value in units of 2^-24 in the low bits, rounded by the adder.
       return uint16_t(sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f)));
     }
@@ -80,8 +81,8 @@ inline float round_to_odd(double x, double error = 0) {
   return float_of(bits + ((rest > 0) == (nearest > 0) ? 1 : -1));
 }
 
-/// x * y + z, rounded once for any 16-bit format. The product is exact in double; the sum's rounding
-/// error is recovered (Knuth's two-sum).
+/// x * y + z, rounded once for any 16-bit format. The product is exact in double; the sum's
+/// rounding error is recovered (Knuth's two-sum).
 inline float fused_multiply_add(float x, float y, float z) {
   double product = double(x) * double(y), sum = product + double(z);
   if (isnan(sum) || isinf(sum)) return float(sum);
@@ -154,16 +155,17 @@ inline constexpr bool is_half<Float16x2<Format>> = true;
 
 }  // namespace cuda_on_cpu
 
-// ---- intrinsics that both formats share. `Format` is deduced, so they take halves and nothing else.
-#define CUDA_ON_CPU_UNARY(name, expression)                                         \
-  template <class Format>                                                           \
-  inline cuda_on_cpu::Float16<Format> h##name(cuda_on_cpu::Float16<Format> h) {     \
-    float x = float(h);                                                             \
-    return cuda_on_cpu::Float16<Format>(expression);                                \
-  }                                                                                 \
-  template <class Format>                                                           \
+// ---- intrinsics that both formats share. `Format` is deduced, so they take halves and nothing
+// else.
+#define CUDA_ON_CPU_UNARY(name, expression)                                          \
+  template <class Format>                                                            \
+  inline cuda_on_cpu::Float16<Format> h##name(cuda_on_cpu::Float16<Format> h) {      \
+    float x = float(h);                                                              \
+    return cuda_on_cpu::Float16<Format>(expression);                                 \
+  }                                                                                  \
+  template <class Format>                                                            \
   inline cuda_on_cpu::Float16x2<Format> h2##name(cuda_on_cpu::Float16x2<Format> h) { \
-    return {h##name(h.x), h##name(h.y)};                                            \
+    return {h##name(h.x), h##name(h.y)};                                             \
   }
 CUDA_ON_CPU_UNARY(exp, expf(x))
 CUDA_ON_CPU_UNARY(exp2, exp2f(x))
@@ -184,16 +186,16 @@ CUDA_ON_CPU_UNARY(rint, nearbyintf(x))
 #undef CUDA_ON_CPU_UNARY
 
 // One name for the scalar and one for the pair: CUDA says __hadd2, but __h2div.
-#define CUDA_ON_CPU_BINARY(scalar, pair, expression)                                        \
-  template <class Format>                                                                   \
-  inline cuda_on_cpu::Float16<Format> scalar(cuda_on_cpu::Float16<Format> a,                \
-                                             cuda_on_cpu::Float16<Format> b) {              \
-    return expression;                                                                      \
-  }                                                                                         \
-  template <class Format>                                                                   \
-  inline cuda_on_cpu::Float16x2<Format> pair(cuda_on_cpu::Float16x2<Format> a,              \
-                                             cuda_on_cpu::Float16x2<Format> b) {            \
-    return {scalar(a.x, b.x), scalar(a.y, b.y)};                                            \
+#define CUDA_ON_CPU_BINARY(scalar, pair, expression)                             \
+  template <class Format>                                                        \
+  inline cuda_on_cpu::Float16<Format> scalar(cuda_on_cpu::Float16<Format> a,     \
+                                             cuda_on_cpu::Float16<Format> b) {   \
+    return expression;                                                           \
+  }                                                                              \
+  template <class Format>                                                        \
+  inline cuda_on_cpu::Float16x2<Format> pair(cuda_on_cpu::Float16x2<Format> a,   \
+                                             cuda_on_cpu::Float16x2<Format> b) { \
+    return {scalar(a.x, b.x), scalar(a.y, b.y)};                                 \
   }
 CUDA_ON_CPU_BINARY(__hadd, __hadd2, a + b)
 CUDA_ON_CPU_BINARY(__hsub, __hsub2, a - b)
@@ -203,12 +205,15 @@ CUDA_ON_CPU_BINARY(__hadd_rn, __hadd2_rn, a + b)
 CUDA_ON_CPU_BINARY(__hsub_rn, __hsub2_rn, a - b)
 CUDA_ON_CPU_BINARY(__hmul_rn, __hmul2_rn, a* b)
 // A NaN loses, even a signalling one (with which fmaxf would answer NaN).
-CUDA_ON_CPU_BINARY(__hmax, __hmax2, a != a ? b : b != b || a > b ? a : b)
-CUDA_ON_CPU_BINARY(__hmin, __hmin2, a != a ? b : b != b || a < b ? a : b)
+CUDA_ON_CPU_BINARY(__hmax, __hmax2, a != a ? b : b != b || a > b ? a
+                                                                 : b)
+CUDA_ON_CPU_BINARY(__hmin, __hmin2, a != a ? b : b != b || a < b ? a
+                                                                 : b)
 #undef CUDA_ON_CPU_BINARY
 
 template <class Format>
-inline cuda_on_cpu::Float16<Format> __hfma(cuda_on_cpu::Float16<Format> x, cuda_on_cpu::Float16<Format> y,
+inline cuda_on_cpu::Float16<Format> __hfma(cuda_on_cpu::Float16<Format> x,
+                                           cuda_on_cpu::Float16<Format> y,
                                            cuda_on_cpu::Float16<Format> z) {
   return cuda_on_cpu::fused_multiply_add(float(x), float(y), float(z));
 }
@@ -235,13 +240,13 @@ inline cuda_on_cpu::Float16x2<Format> __habs2(cuda_on_cpu::Float16x2<Format> x) 
   return {__habs(x.x), __habs(x.y)};
 }
 
-#define CUDA_ON_CPU_TEST(name, expression)                                                        \
-  template <class Format>                                                                         \
-  inline bool name(cuda_on_cpu::Float16<Format> a, cuda_on_cpu::Float16<Format> b) {              \
-    return expression;                                                                            \
+#define CUDA_ON_CPU_TEST(name, expression)                                           \
+  template <class Format>                                                            \
+  inline bool name(cuda_on_cpu::Float16<Format> a, cuda_on_cpu::Float16<Format> b) { \
+    return expression;                                                               \
   }
 CUDA_ON_CPU_TEST(__heq, a == b)
-CUDA_ON_CPU_TEST(__hne, a < b || a > b)  // false with a NaN; the unordered __hneu is true
+CUDA_ON_CPU_TEST(__hne, a<b || a> b)  // false with a NaN; the unordered __hneu is true
 CUDA_ON_CPU_TEST(__hlt, a < b)
 CUDA_ON_CPU_TEST(__hle, a <= b)
 CUDA_ON_CPU_TEST(__hgt, a > b)
@@ -255,7 +260,8 @@ inline bool __hisnan(cuda_on_cpu::Float16<Format> x) {
 }
 template <class Format>
 inline int __hisinf(cuda_on_cpu::Float16<Format> x) {
-  return float(x) == INFINITY ? 1 : float(x) == -INFINITY ? -1 : 0;
+  return float(x) == INFINITY ? 1 : float(x) == -INFINITY ? -1
+                                                          : 0;
 }
 
 template <class Format>

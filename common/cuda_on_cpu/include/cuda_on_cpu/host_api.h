@@ -19,11 +19,17 @@ cudaError_t release(void* address);
 
 static inline cudaError_t cudaGetLastError() { return cuda_on_cpu::last_error(true); }
 static inline cudaError_t cudaPeekAtLastError() { return cuda_on_cpu::last_error(false); }
-static inline const char* cudaGetErrorString(cudaError_t error) { return cuda_on_cpu::error_string(error); }
-static inline const char* cudaGetErrorName(cudaError_t error) { return cuda_on_cpu::error_name(error); }
+static inline const char* cudaGetErrorString(cudaError_t error) {
+  return cuda_on_cpu::error_string(error);
+}
+static inline const char* cudaGetErrorName(cudaError_t error) {
+  return cuda_on_cpu::error_name(error);
+}
 
 static inline cudaError_t cudaDeviceSynchronize() { return cuda_on_cpu::last_error(false); }
-static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cuda_on_cpu::last_error(false); }
+static inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
+  return cuda_on_cpu::last_error(false);
+}
 
 static inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 static inline cudaError_t cudaSetDevice(int device) {
@@ -44,7 +50,8 @@ inline cudaError_t cudaFuncSetCacheConfig(Kernel*, cudaFuncCache) {
   return cudaSuccess;
 }
 
-/// By threads, blocks and dynamic shared memory; registers and static shared memory are not known here.
+/// By threads, blocks and dynamic shared memory; registers and static shared memory are not known
+/// here.
 template <class Kernel>
 inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int threads,
                                                                  size_t dynamic_shared_bytes) {
@@ -67,33 +74,38 @@ static inline cudaError_t cudaMemset(void* target, int byte, size_t bytes) {
   __builtin_memset(target, byte, bytes);
   return cudaSuccess;
 }
-static inline cudaError_t cudaMemsetAsync(void* target, int byte, size_t bytes, cudaStream_t = nullptr) {
+static inline cudaError_t cudaMemsetAsync(void* target, int byte, size_t bytes,
+                                          cudaStream_t = nullptr) {
   return cudaMemset(target, byte, bytes);
 }
-static inline cudaError_t cudaMemcpy(void* target, const void* source, size_t bytes, cudaMemcpyKind) {
+static inline cudaError_t cudaMemcpy(void* target, const void* source, size_t bytes,
+                                     cudaMemcpyKind) {
   __builtin_memmove(target, source, bytes);
   return cudaSuccess;
 }
-static inline cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind kind,
-                                          cudaStream_t = nullptr) {
+static inline cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes,
+                                          cudaMemcpyKind kind, cudaStream_t = nullptr) {
   return cudaMemcpy(target, source, bytes, kind);
 }
 
-/// __constant__ and __device__ variables are ordinary globals here; `symbol` is the variable itself.
+/// __constant__ and __device__ variables are ordinary globals here; `symbol` is the variable
+/// itself.
 template <class T>
-inline cudaError_t cudaMemcpyToSymbol(T& symbol, const void* source, size_t bytes, size_t offset = 0,
-                                      cudaMemcpyKind = cudaMemcpyHostToDevice) {
+inline cudaError_t cudaMemcpyToSymbol(T& symbol, const void* source, size_t bytes,
+                                      size_t offset = 0, cudaMemcpyKind = cudaMemcpyHostToDevice) {
   if (offset > sizeof(T) || bytes > sizeof(T) - offset) return cudaErrorInvalidValue;
   __builtin_memcpy((char*)&symbol + offset, source, bytes);
   return cudaSuccess;
 }
 template <class T>
-inline cudaError_t cudaMemcpyToSymbolAsync(T& symbol, const void* source, size_t bytes, size_t offset,
-                                           cudaMemcpyKind kind, cudaStream_t = nullptr) {
+inline cudaError_t cudaMemcpyToSymbolAsync(T& symbol, const void* source, size_t bytes,
+                                           size_t offset, cudaMemcpyKind kind,
+                                           cudaStream_t = nullptr) {
   return cudaMemcpyToSymbol(symbol, source, bytes, offset, kind);
 }
 template <class T>
-inline cudaError_t cudaMemcpyFromSymbol(void* target, const T& symbol, size_t bytes, size_t offset = 0,
+inline cudaError_t cudaMemcpyFromSymbol(void* target, const T& symbol, size_t bytes,
+                                        size_t offset = 0,
                                         cudaMemcpyKind = cudaMemcpyDeviceToHost) {
   if (offset > sizeof(T) || bytes > sizeof(T) - offset) return cudaErrorInvalidValue;
   __builtin_memcpy(target, (const char*)&symbol + offset, bytes);

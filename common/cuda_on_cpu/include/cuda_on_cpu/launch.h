@@ -1,4 +1,5 @@
-// kernel<<<grid, block, bytes, stream>>>(arguments), which the rewriter turns into a call of launch().
+// kernel<<<grid, block, bytes, stream>>>(arguments), which the rewriter turns into a call of
+// launch().
 #pragma once
 
 #include "runtime_abi.h"
@@ -27,13 +28,15 @@ inline const void* entry_point_or_null(AddressOf, long) {
   return nullptr;
 }
 
-/// Runs `call(arguments...)` as every thread of the grid. The arguments are copied once, as CUDA does.
+/// Runs `call(arguments...)` as every thread of the grid. The arguments are copied once, as CUDA
+/// does.
 template <class Call, class AddressOf, class... Arguments>
 inline void launch(const char* kernel, const char* file, int line, Call call, AddressOf address_of,
                    const LaunchConfig& config, Arguments... arguments) {
   auto thread = [&] { call(arguments...); };
   LaunchSite site{kernel, entry_point_or_null(address_of, 0), file, line, CUDA_ON_CPU_CHECKED != 0};
-  launch_blocks(config, site, [](void* body) { (*static_cast<decltype(thread)*>(body))(); }, &thread);
+  launch_blocks(
+      config, site, [](void* body) { (*static_cast<decltype(thread)*>(body))(); }, &thread);
 }
 
 }  // namespace cuda_on_cpu

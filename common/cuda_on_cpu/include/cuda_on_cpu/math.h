@@ -1,7 +1,7 @@
 // Device math. The C library's functions come with <math.h>; here is what only CUDA has.
 //
-// The fast intrinsics (__expf, ...) give the exactly rounded or C-library result: a GPU's differ from
-// it in the last bits. A kernel that depends on those bits is wrong on both.
+// The fast intrinsics (__expf, ...) give the exactly rounded or C-library result: a GPU's differ
+// from it in the last bits. A kernel that depends on those bits is wrong on both.
 #pragma once
 
 #include <math.h>
@@ -34,10 +34,16 @@ static inline float fdividef(float x, float y) { return x / y; }
 static inline float rsqrtf(float x) { return float(1.0 / sqrt(double(x))); }
 static inline double rsqrt(double x) { return 1.0 / sqrt(x); }
 static inline float rsqrt(float x) { return rsqrtf(x); }
-static inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }  // NaN: 0
+static inline float __saturatef(float x) {
+  return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f;
+}  // NaN: 0
 static inline float normcdff(float x) { return 0.5f * erfcf(-0.70710678118654752f * x); }
-static inline float sinpif(float x) { return float(sin(3.14159265358979323846 * fmod(double(x), 2.0))); }
-static inline float cospif(float x) { return float(cos(3.14159265358979323846 * fmod(double(x), 2.0))); }
+static inline float sinpif(float x) {
+  return float(sin(3.14159265358979323846 * fmod(double(x), 2.0)));
+}
+static inline float cospif(float x) {
+  return float(cos(3.14159265358979323846 * fmod(double(x), 2.0)));
+}
 
 static inline float __fadd_rn(float x, float y) { return x + y; }
 static inline float __fsub_rn(float x, float y) { return x - y; }
@@ -55,11 +61,19 @@ static inline double __fma_rn(double x, double y, double z) { return fma(x, y, z
 #define CUDA_ON_CPU_MIN_MAX(T)                                      \
   static inline constexpr T min(T x, T y) { return y < x ? y : x; } \
   static inline constexpr T max(T x, T y) { return x < y ? y : x; }
-#define CUDA_ON_CPU_MIN_MAX_MIXED(T, S, U)                                                              \
-  static inline constexpr U min(T x, S y) { return static_cast<U>(y) < static_cast<U>(x) ? static_cast<U>(y) : static_cast<U>(x); }                         \
-  static inline constexpr U max(T x, S y) { return static_cast<U>(x) < static_cast<U>(y) ? static_cast<U>(y) : static_cast<U>(x); }                         \
-  static inline constexpr U min(S x, T y) { return static_cast<U>(y) < static_cast<U>(x) ? static_cast<U>(y) : static_cast<U>(x); }                         \
-  static inline constexpr U max(S x, T y) { return static_cast<U>(x) < static_cast<U>(y) ? static_cast<U>(y) : static_cast<U>(x); }
+#define CUDA_ON_CPU_MIN_MAX_MIXED(T, S, U)                                                \
+  static inline constexpr U min(T x, S y) {                                               \
+    return static_cast<U>(y) < static_cast<U>(x) ? static_cast<U>(y) : static_cast<U>(x); \
+  }                                                                                       \
+  static inline constexpr U max(T x, S y) {                                               \
+    return static_cast<U>(x) < static_cast<U>(y) ? static_cast<U>(y) : static_cast<U>(x); \
+  }                                                                                       \
+  static inline constexpr U min(S x, T y) {                                               \
+    return static_cast<U>(y) < static_cast<U>(x) ? static_cast<U>(y) : static_cast<U>(x); \
+  }                                                                                       \
+  static inline constexpr U max(S x, T y) {                                               \
+    return static_cast<U>(x) < static_cast<U>(y) ? static_cast<U>(y) : static_cast<U>(x); \
+  }
 CUDA_ON_CPU_MIN_MAX(int)
 CUDA_ON_CPU_MIN_MAX(unsigned)
 CUDA_ON_CPU_MIN_MAX(long)
@@ -118,11 +132,11 @@ static inline int __mulhi(int x, int y) { return int(int64_t(x) * y >> 32); }
 static inline unsigned __umulhi(unsigned x, unsigned y) { return unsigned(uint64_t(x) * y >> 32); }
 
 // ---- the same bits as another type
-#define CUDA_ON_CPU_BIT_CAST(name, From, To)   \
-  static inline To name(From from) {           \
-    To to;                                     \
-    __builtin_memcpy(&to, &from, sizeof(to));  \
-    return to;                                 \
+#define CUDA_ON_CPU_BIT_CAST(name, From, To)  \
+  static inline To name(From from) {          \
+    To to;                                    \
+    __builtin_memcpy(&to, &from, sizeof(to)); \
+    return to;                                \
   }
 CUDA_ON_CPU_BIT_CAST(__float_as_int, float, int)
 CUDA_ON_CPU_BIT_CAST(__float_as_uint, float, unsigned)

@@ -1,5 +1,6 @@
 // What a compiled kernel calls in the runtime library, and nothing else: the runtime is built once
-// from runtime/*.cpp, kernels are built from the student's file, and this header is where they meet.
+// from runtime/*.cpp, kernels are built from the student's file, and this header is where they
+// meet.
 #pragma once
 
 #include "types.h"
@@ -30,7 +31,7 @@
 namespace cuda_on_cpu {
 
 struct ThreadContext {
-  uint3 index;    // threadIdx
+  uint3 index;  // threadIdx
   unsigned rank;  // index in the block, x fastest
   unsigned lane, warp;
 };
@@ -50,12 +51,13 @@ struct LaunchConfig {
   dim3 grid, block;
   size_t dynamic_shared_bytes;
   cudaStream_t stream;
-  LaunchConfig(dim3 grid_, dim3 block_, size_t dynamic_shared_bytes_ = 0, cudaStream_t stream_ = nullptr)
+  LaunchConfig(dim3 grid_, dim3 block_, size_t dynamic_shared_bytes_ = 0,
+               cudaStream_t stream_ = nullptr)
       : grid(grid_), block(block_), dynamic_shared_bytes(dynamic_shared_bytes_), stream(stream_) {}
 };
 
 struct LaunchSite {
-  const char* kernel;       // as written before <<<
+  const char* kernel;  // as written before <<<
   const void* entry_point;  // null when the arguments choose the template: k<<<...>>>(x)
   const char* file;
   int line;
@@ -63,14 +65,19 @@ struct LaunchSite {
 };
 
 using ThreadBody = void (*)(void* argument);
-void launch_blocks(const LaunchConfig& config, const LaunchSite& site, ThreadBody body, void* argument);
+void launch_blocks(const LaunchConfig& config, const LaunchSite& site, ThreadBody body,
+                   void* argument);
 
 // ---- block
-enum class BarrierResult { none, any, all, count };
+enum class BarrierResult { none,
+                           any,
+                           all,
+                           count };
 int barrier(BarrierResult wanted, bool predicate, const char* file, int line);
 void fence();
 void yield();
 [[noreturn]] void fail(const char* what, const char* file, int line);
+[[noreturn]] void assertion_failed(const char* condition, const char* file, int line);
 
 /// What a __shared__ variable is, so that errors can say tile[3][5].
 struct SharedDeclaration {
@@ -88,21 +95,34 @@ void* shared_variable(int* site, const SharedDeclaration& declaration, const cha
 void name_dynamic_shared(const char* name, size_t element_bytes);
 
 // ---- warp. Every lane in `mask` that has not returned must make the same call.
-enum class ReduceOp { add, min_signed, max_signed, min_unsigned, max_unsigned, bit_and, bit_or, bit_xor };
+enum class ReduceOp {
+  add,
+  min_signed,
+  max_signed,
+  min_unsigned,
+  max_unsigned,
+  bit_and,
+  bit_or,
+  bit_xor
+};
 void warp_sync(unsigned mask, const char* file, int line);
-uint64_t warp_shuffle(unsigned mask, uint64_t value, unsigned source_lane, const char* file, int line);
+uint64_t warp_shuffle(unsigned mask, uint64_t value, unsigned source_lane, const char* file,
+                      int line);
 unsigned warp_ballot(unsigned mask, bool predicate, const char* file, int line);
 unsigned warp_reduce(unsigned mask, ReduceOp op, unsigned value, const char* file, int line);
 unsigned warp_match(unsigned mask, uint64_t value, const char* file, int line);
 unsigned warp_active_mask();
 
 // ---- tensor cores and asynchronous copies (ptx.cuh)
-enum class MmaType { bf16, f16, tf32 };
-void mma_16x8(MmaType type, float* d, const uint32_t* a, const uint32_t* b, const float* c, const char* file,
+enum class MmaType { bf16,
+                     f16,
+                     tf32 };
+void mma_16x8(MmaType type, float* d, const uint32_t* a, const uint32_t* b, const float* c,
+              const char* file, int line);
+void ldmatrix(int matrices, bool transposed, uint32_t* registers, const void* row, const char* file,
               int line);
-void ldmatrix(int matrices, bool transposed, uint32_t* registers, const void* row, const char* file, int line);
-void async_copy(void* shared, const void* global, unsigned bytes, unsigned valid_bytes, const char* file,
-                int line);
+void async_copy(void* shared, const void* global, unsigned bytes, unsigned valid_bytes,
+                const char* file, int line);
 void async_copy_commit();
 void async_copy_wait(int pending_groups);
 void async_copy_wait_all();

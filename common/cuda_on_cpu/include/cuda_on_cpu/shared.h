@@ -11,12 +11,14 @@ namespace cuda_on_cpu {
 
 template <class T, size_t Alignment = alignof(T)>
 inline T& shared(int* site, const char* name, CUDA_ON_CPU_CALLER) {
-  static_assert(std::is_trivially_default_constructible_v<T>, "a __shared__ variable cannot have a constructor");
-  const SharedDeclaration declaration{name,
-                                      sizeof(T),
-                                      Alignment < 16 ? 16 : Alignment,
-                                      sizeof(std::remove_all_extents_t<T>),
-                                      {std::extent_v<T, 0>, std::extent_v<T, 1>, std::extent_v<T, 2>}};
+  static_assert(std::is_trivially_default_constructible_v<T>,
+                "a __shared__ variable cannot have a constructor");
+  const SharedDeclaration declaration{
+      name,
+      sizeof(T),
+      Alignment < 16 ? 16 : Alignment,
+      sizeof(std::remove_all_extents_t<T>),
+      {std::extent_v<T, 0>, std::extent_v<T, 1>, std::extent_v<T, 2>}};
   return *static_cast<T*>(shared_variable(site, declaration, file, line));
 }
 

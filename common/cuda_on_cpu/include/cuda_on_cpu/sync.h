@@ -21,4 +21,6 @@ static inline void __threadfence() { cuda_on_cpu::fence(); }
 static inline void __threadfence_system() { cuda_on_cpu::fence(); }
 
 static inline void __nanosleep(unsigned) { cuda_on_cpu::yield(); }
-[[noreturn]] static inline void __trap(CUDA_ON_CPU_CALLER) { cuda_on_cpu::fail("__trap()", file, line); }
+[[noreturn]] static inline void __trap(CUDA_ON_CPU_CALLER) {
+  cuda_on_cpu::fail("__trap()", file, line);
+}

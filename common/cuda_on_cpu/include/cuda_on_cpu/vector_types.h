@@ -3,27 +3,19 @@
 
 #include "types.h"
 
-#define CUDA_ON_CPU_VECTOR_TYPES(T, name, align2, align4)                                        \
-  struct name##1 {                                                                               \
-    T x;                                                                                         \
-  };                                                                                             \
-  struct alignas(align2) name##2 {                                                               \
-    T x, y;                                                                                      \
-  };                                                                                             \
-  struct name##3 {                                                                               \
-    T x, y, z;                                                                                   \
-  };                                                                                             \
-  struct alignas(align4) name##4 {                                                               \
-    T x, y, z, w;                                                                                \
-  };                                                                                             \
+#define CUDA_ON_CPU_VECTOR_TYPES(T, name, align2, align4) \
+  struct name##1 { T x; };                                \
+  struct alignas(align2) name##2 { T x, y; };             \
+  struct name##3 { T x, y, z; };                          \
+  struct alignas(align4) name##4 { T x, y, z, w; };       \
   CUDA_ON_CPU_VECTOR_MAKERS(T, name)
 
-#define CUDA_ON_CPU_VECTOR_MAKERS(T, name)                                                       \
-  static inline constexpr name##1 make_##name##1(T x) { return name##1 {x}; }                    \
-  static inline constexpr name##2 make_##name##2(T x, T y) { return name##2 {x, y}; }            \
-  static inline constexpr name##3 make_##name##3(T x, T y, T z) { return name##3 {x, y, z}; }    \
-  static inline constexpr name##4 make_##name##4(T x, T y, T z, T w) {                           \
-    return name##4 {x, y, z, w};                                                                 \
+#define CUDA_ON_CPU_VECTOR_MAKERS(T, name)                                                    \
+  static inline constexpr name##1 make_##name##1(T x) { return name##1 {x}; }                 \
+  static inline constexpr name##2 make_##name##2(T x, T y) { return name##2 {x, y}; }         \
+  static inline constexpr name##3 make_##name##3(T x, T y, T z) { return name##3 {x, y, z}; } \
+  static inline constexpr name##4 make_##name##4(T x, T y, T z, T w) {                        \
+    return name##4 {x, y, z, w};                                                              \
   }
 
 CUDA_ON_CPU_VECTOR_TYPES(signed char, char, 2, 4)

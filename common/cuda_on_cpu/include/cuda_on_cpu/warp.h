@@ -30,26 +30,30 @@ inline unsigned last_of_segment(unsigned lane, int width) { return lane | (unsig
 template <class T>
 inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, CUDA_ON_CPU_CALLER) {
   unsigned lane = cuda_on_cpu::current_thread->lane;
-  unsigned from = cuda_on_cpu::first_of_segment(lane, width) | (unsigned(source) & (unsigned(width) - 1));
+  unsigned from =
+      cuda_on_cpu::first_of_segment(lane, width) | (unsigned(source) & (unsigned(width) - 1));
   return cuda_on_cpu::shuffle(mask, value, from, file, line);
 }
 
 template <class T>
-inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, CUDA_ON_CPU_CALLER) {
+inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32,
+                        CUDA_ON_CPU_CALLER) {
   unsigned lane = cuda_on_cpu::current_thread->lane;
   bool inside = delta <= lane - cuda_on_cpu::first_of_segment(lane, width);
   return cuda_on_cpu::shuffle(mask, value, inside ? lane - delta : lane, file, line);
 }
 
 template <class T>
-inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, CUDA_ON_CPU_CALLER) {
+inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32,
+                          CUDA_ON_CPU_CALLER) {
   unsigned lane = cuda_on_cpu::current_thread->lane;
   bool inside = delta <= cuda_on_cpu::last_of_segment(lane, width) - lane;
   return cuda_on_cpu::shuffle(mask, value, inside ? lane + delta : lane, file, line);
 }
 
 template <class T>
-inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, CUDA_ON_CPU_CALLER) {
+inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32,
+                         CUDA_ON_CPU_CALLER) {
   unsigned lane = cuda_on_cpu::current_thread->lane;
   unsigned from = lane ^ unsigned(lane_mask);
   bool inside = from <= cuda_on_cpu::last_of_segment(lane, width);
@@ -78,7 +82,8 @@ inline unsigned __match_any_sync(unsigned mask, T value, CUDA_ON_CPU_CALLER) {
 
 #define CUDA_ON_CPU_WARP_REDUCTION(name, T, op)                                                  \
   static inline T name(unsigned mask, T value, CUDA_ON_CPU_CALLER) {                             \
-    return T(cuda_on_cpu::warp_reduce(mask, cuda_on_cpu::ReduceOp::op, unsigned(value), file, line)); \
+    return T(                                                                                    \
+        cuda_on_cpu::warp_reduce(mask, cuda_on_cpu::ReduceOp::op, unsigned(value), file, line)); \
   }
 CUDA_ON_CPU_WARP_REDUCTION(__reduce_add_sync, unsigned, add)
 CUDA_ON_CPU_WARP_REDUCTION(__reduce_add_sync, int, add)

@@ -1,0 +1,26 @@
+// The words of an error, and where they wait until the host asks for them.
+#pragma once
+
+#include <string>
+
+#include "../include/cuda_runtime.h"
+
+namespace cuda_on_cpu {
+
+/// printf into a std::string.
+std::string format(const char* pattern, ...) __attribute__((format(printf, 1, 2)));
+
+std::string show(const uint3& index);
+
+/// The place of the call that returns to this address, as {library+0xoffset}; Python turns it into
+/// file:line with the debug information.
+std::string show_place(const void* return_address);
+
+/// As in CUDA, errors belong to the host thread that made them. The first one is kept, because it
+/// explains those that follow.
+void set_host_error(cudaError_t code, std::string text);
+
+/// The text of this thread's error, which is thereby taken, or null.
+const char* take_host_error();
+
+}  // namespace cuda_on_cpu

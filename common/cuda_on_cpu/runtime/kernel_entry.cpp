@@ -1,0 +1,90 @@
+// What kernels call in the runtime that is neither a warp's, a copy's nor a tensor core's business.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+
+#include "worker.h"
+
+namespace cuda_on_cpu {
+namespace {
+
+/// For what goes wrong in host code, where there is no launch to report it.
+[[noreturn]] void end_process(const std::string& what, const char* file, int line) {
+  std::fprintf(stderr, "%s:%d: %s\n", file, line, what.c_str());
+  std::abort();
+}
+
+}  // namespace
+
+void* Worker::shared_variable(int site, const SharedDeclaration& declaration, const char* file,
+                              int line) {
+  void* address = shared.variable(site, declaration, file, line);
+  size_t static_bytes = shared.static_bytes(), dynamic_bytes = block.dynamic_shared_bytes;
+  if (address && static_bytes <= kSharedWithoutAsking &&
+      static_bytes + dynamic_bytes <= launch->max_shared_bytes) {
+    return address;
+  }
+  if (!address || static_bytes > kSharedWithoutAsking) {
+    fail(
+        cudaErrorInvalidConfiguration,
+        format(
+            "too much shared memory: with '%s' (%zu bytes) the kernel declares %zu bytes, and static shared "
+            "memory is at most %zu; use extern __shared__ for more",
+            declaration.name, declaration.bytes, static_bytes, kSharedWithoutAsking),
+        format("%s:%d", file, line));
+  }
+  fail(
+      cudaErrorInvalidConfiguration,
+      format(
+          "too much shared memory: %zu bytes static and %zu dynamic, and a block has at most %zu%s",
+          static_bytes, dynamic_bytes, launch->max_shared_bytes,
+          launch->max_shared_bytes == kSharedWithoutAsking
+              ? " (more with cudaFuncAttributeMaxDynamicSharedMemorySize)"
+              : format(" on sm_%d", launch->arch.number).c_str()),
+      format("%s:%d", file, line));
+}
+
+int barrier(BarrierResult wanted, bool predicate, const char* file, int line) {
+  return this_worker->barrier(wanted, predicate, file, line);
+}
+
+void yield() {
+  if (current_thread) this_worker->yield();
+}
+
+void fence() {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  if (current_thread && this_worker->launch->global) this_worker->launch->global->fence();
+}
+
+void fail(const char* what, const char* file, int line) { this_worker->fail(what, file, line); }
+
+void assertion_failed(const char* condition, const char* file, int line) {
+  std::string what = format("assertion failed: %s", condition);
+  if (current_thread) this_worker->fail(cudaErrorAssert, what, format("%s:%d", file, line));
+  end_process(what, file, line);
+}
+
+void gpu_only(const char* instruction, const char* file, int line) {
+  std::string what = format("%s is for a GPU only", instruction);
+  if (current_thread) this_worker->fail(cudaErrorNotSupported, what, format("%s:%d", file, line));
+  end_process(what, file, line);
+}
+
+void* shared_variable(int* site, const SharedDeclaration& declaration, const char* file, int line) {
+  static std::atomic<int> sites{0};
+  int number = __atomic_load_n(site, __ATOMIC_RELAXED);
+  if (number == 0) {
+    int expected = 0, fresh = ++sites;
+    bool first = __atomic_compare_exchange_n(site, &expected, fresh, false, __ATOMIC_RELAXED,
+                                             __ATOMIC_RELAXED);
+    number = first ? fresh : expected;
+  }
+  return this_worker->shared_variable(number, declaration, file, line);
+}
+
+void name_dynamic_shared(const char* name, size_t element_bytes) {
+  this_worker->shared.name_dynamic(name, element_bytes);
+}
+
+}  // namespace cuda_on_cpu

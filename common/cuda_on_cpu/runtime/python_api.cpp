@@ -1,0 +1,35 @@
+// The C API, which runtime.py wraps.
+#include <cstdlib>
+#include <cstring>
+
+#include "launch.h"
+
+using namespace cuda_on_cpu;
+
+/// order forward|reverse|random, seed, eager_copies 0|1, threads (0: one per core), arch (80 for
+/// sm_80)
+extern "C" void cuda_on_cpu_configure(const char* name, const char* value) {
+  std::lock_guard<std::mutex> guard(launch_lock());
+  Settings& s = settings();
+  auto is = [name](const char* setting) { return std::strcmp(name, setting) == 0; };
+  if (is("order")) {
+    bool forward = std::strcmp(value, "forward") == 0, reverse = std::strcmp(value, "reverse") == 0;
+    s.order = forward ? Order::forward : reverse ? Order::reverse
+                                                 : Order::random;
+  }
+  if (is("seed")) s.seed = std::strtoull(value, nullptr, 10);
+  if (is("eager_copies")) s.eager_copies = std::strcmp(value, "0") != 0;
+  if (is("threads")) s.threads = std::atoi(value);
+  if (is("arch")) s.arch = std::atoi(value);
+}
+
+/// Tells the calling thread's next launches of a tensor.
+extern "C" void cuda_on_cpu_register(const char* name, const void* address, size_t bytes) {
+  registered_tensors().add(name, reinterpret_cast<uintptr_t>(address), bytes);
+}
+
+extern "C" void cuda_on_cpu_clear_registered() { registered_tensors().clear(); }
+
+/// What went wrong in the calling thread's launches since the last call, or null. Valid until the
+/// next.
+extern "C" const char* cuda_on_cpu_take_error() { return take_host_error(); }
