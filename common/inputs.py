@@ -109,7 +109,9 @@ def check_attention(
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"kv heads must divide the query heads; got {heads} and {kv_heads}")
     if max(batch, heads) > MAX_GRID:
-        raise ValueError(f"at most {MAX_GRID} sequences and heads fit a grid; got {batch} and {heads}")
+        raise ValueError(
+            f"at most {MAX_GRID} sequences and heads fit a grid; got {batch} and {heads}"
+        )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_contiguous_rows(name, tensor)
     return batch, heads, kv_heads, q_len, kv_len, head_dim
@@ -127,5 +129,7 @@ def kv_heads_of(q_heads: Tensor, k: Tensor) -> int:
     expect("k", k, shape=("batch", "kv_len", "kv_heads * head_dim"))
     head_dim = q_heads.shape[-1]
     if k.shape[-1] % head_dim:
-        raise ValueError(f"the last dimension of k must be a multiple of head_dim {head_dim}; got {describe(k)}")
+        raise ValueError(
+            f"the last dimension of k must be a multiple of head_dim {head_dim}; got {describe(k)}"
+        )
     return k.shape[-1] // head_dim

@@ -55,7 +55,11 @@ class AttentionLayer(nn.Module):
             ValueError: ``x`` has another rank, width, dtype or device than the weights.
         """
         expect(
-            "x", x, shape=("batch", "seq", self.hidden_dim), dtype=self.w_q.dtype, device=self.w_q.device
+            "x",
+            x,
+            shape=("batch", "seq", self.hidden_dim),
+            dtype=self.w_q.dtype,
+            device=self.w_q.device,
         )
         return (
             _project(x, self.w_q, self.b_q),

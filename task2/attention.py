@@ -84,7 +84,9 @@ def _gemm(launcher: str, a: Tensor, b: Tensor, n: int) -> Tensor:
     return c
 
 
-def custom_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, causal: bool = False) -> Tensor:
+def custom_attention(
+    q: Tensor, k: Tensor, v: Tensor, num_heads: int, causal: bool = False
+) -> Tensor:
     """softmax(q k^T / sqrt(head_dim)) v for each head, through the four kernels.
 
     Args:

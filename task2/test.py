@@ -1,6 +1,6 @@
 """Task 2: your softmax and matrix products, then the attention made of them.
 
-    python -m task2.test [--softmax | --gemm | --attention] [--check]
+python -m task2.test [--softmax | --gemm | --attention] [--check]
 """
 
 import torch
@@ -35,7 +35,9 @@ SOFTMAX = [
 @suite.check("softmax", SOFTMAX)
 def softmax_matches_float64(case, device, rng):
     v = case.values
-    x = rng.randn(case.rows, case.n + v.get("padding", 0), scale=v.get("scale", 3.0)) + v.get("shift", 0.0)
+    x = rng.randn(case.rows, case.n + v.get("padding", 0), scale=v.get("scale", 3.0)) + v.get(
+        "shift", 0.0
+    )
     x = x[:, : case.n]
     x = x.masked_fill(rng.uniform(0, 1, *x.shape) < v.get("masked", 0.0), -torch.inf)
     dim = v.get("dim", -1)
@@ -47,8 +49,12 @@ def softmax_matches_float64(case, device, rng):
         pytorch,
         axes=("row", "column"),
         suspects={
-            "the sum is over the other dimension": lambda: x.double().softmax(-1 - dim).nan_to_num(0.0),
-            "the division by the sum is missing": lambda: (x.double() - x.double().amax(dim, True)).exp(),
+            "the sum is over the other dimension": lambda: (
+                x.double().softmax(-1 - dim).nan_to_num(0.0)
+            ),
+            "the division by the sum is missing": lambda: (
+                x.double() - x.double().amax(dim, True)
+            ).exp(),
         },
     )
 
@@ -115,7 +121,11 @@ ATTENTION = [
 @suite.check("attention", ATTENTION)
 def attention_matches_float64(case, device, rng):
     v = case.values
-    hidden, kv_len, causal = case.heads * case.head_dim, v.get("kv_len", case.q_len), v.get("causal", False)
+    hidden, kv_len, causal = (
+        case.heads * case.head_dim,
+        v.get("kv_len", case.q_len),
+        v.get("causal", False),
+    )
     if v.get("fused"):
         q, k, value = rng.randn(case.batch, case.q_len, 3 * hidden).chunk(3, dim=-1)
     else:
@@ -132,14 +142,32 @@ def attention_matches_float64(case, device, rng):
         axes=("batch", "row", "head", "column"),
         suspects={
             "the causal mask is ignored": lambda: attention_float64(*heads),
-            "the scores are not scaled": lambda: attention_float64(*heads, causal=causal, scale=1.0),
+            "the scores are not scaled": lambda: attention_float64(
+                *heads, causal=causal, scale=1.0
+            ),
         },
     )
 
 
 LAYER = [
-    Case("causal", why="projections around the kernels", batch=2, seq=40, heads=4, hidden=128, causal=True),
-    Case("not causal", why="projections around the kernels", batch=1, seq=33, heads=2, hidden=64, causal=False),
+    Case(
+        "causal",
+        why="projections around the kernels",
+        batch=2,
+        seq=40,
+        heads=4,
+        hidden=128,
+        causal=True,
+    ),
+    Case(
+        "not causal",
+        why="projections around the kernels",
+        batch=1,
+        seq=33,
+        heads=2,
+        hidden=64,
+        causal=False,
+    ),
 ]
 
 

@@ -36,7 +36,9 @@ def choose_tile(head_dim: int, q_len: int, device: torch.device) -> tuple[int, i
 @functools.cache
 def _largest_tile(head_dim: int, device: torch.device) -> tuple[int, int]:
     limit = _shared_memory_limit(device)
-    return next(t for t in TILES[64 if head_dim <= 64 else 128] if shared_memory(t, head_dim) <= limit)
+    return next(
+        t for t in TILES[64 if head_dim <= 64 else 128] if shared_memory(t, head_dim) <= limit
+    )
 
 
 def flash_attention(
@@ -102,7 +104,9 @@ def _check_tile(tile: tuple[int, int], head_dim: int, device: torch.device) -> N
         )
 
 
-def custom_flash_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, causal: bool = False) -> Tensor:
+def custom_flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, num_heads: int, causal: bool = False
+) -> Tensor:
     """:func:`flash_attention` on ``(batch, seq, num_heads * head_dim)`` tensors.
 
     ``k`` and ``v`` may be narrower than ``q``: they then hold fewer heads of the same head_dim.
@@ -112,7 +116,9 @@ def custom_flash_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, caus
     """
     q_heads = heads_view("q", q, num_heads)
     kv_heads = kv_heads_of(q_heads, k)
-    out = flash_attention(q_heads, heads_view("k", k, kv_heads), heads_view("v", v, kv_heads), causal=causal)
+    out = flash_attention(
+        q_heads, heads_view("k", k, kv_heads), heads_view("v", v, kv_heads), causal=causal
+    )
     return out.flatten(2)
 
 

@@ -1,6 +1,6 @@
 """Task 4: your fused FlashAttention-2 kernel, checked against float64 and timed against PyTorch.
 
-    python -m task4.test [--attention | --layer] [--check] [--no-timing]
+python -m task4.test [--attention | --layer] [--check] [--no-timing]
 """
 
 import torch
@@ -59,16 +59,26 @@ ATTENTION = [
 
 def _random_qkv(case, rng):
     v = case.values
-    batch, heads, d, dtype = v.get("batch", 2), v.get("heads", 2), case.head_dim, v.get("dtype", torch.float32)
+    batch, heads, d, dtype = (
+        v.get("batch", 2),
+        v.get("heads", 2),
+        case.head_dim,
+        v.get("dtype", torch.float32),
+    )
     kv_heads, kv_len = v.get("kv_heads", heads), v.get("kv_len", case.q_len)
     scale = v.get("scale", 1.0)
     if v.get("layout") == "fused":
         qkv = rng.randn(batch, case.q_len, 3 * heads * d, dtype=dtype)
         return [t.unflatten(-1, (heads, d)) for t in qkv.chunk(3, dim=-1)]
     if v.get("layout") == "heads first":
-        return [rng.randn(batch, heads, case.q_len, d, dtype=dtype).transpose(1, 2) for _ in range(3)]
+        return [
+            rng.randn(batch, heads, case.q_len, d, dtype=dtype).transpose(1, 2) for _ in range(3)
+        ]
     if v.get("layout") == "odd":
-        return [rng.randn(batch, case.q_len, heads, d + 3, dtype=dtype)[..., 1 : d + 1] for _ in range(3)]
+        return [
+            rng.randn(batch, case.q_len, heads, d + 3, dtype=dtype)[..., 1 : d + 1]
+            for _ in range(3)
+        ]
     q = rng.randn(batch, case.q_len, heads, d, dtype=dtype, scale=scale)
     k = rng.randn(batch, kv_len, kv_heads, d, dtype=dtype, scale=scale)
     if huge := v.get("huge_key"):
@@ -93,8 +103,12 @@ def kernel_matches_float64(case, device, rng):
         axes=("batch", "row", "head", "column"),
         tile={"row": B_r},
         suspects={
-            "the causal mask is ignored": lambda: attention_float64(q, k, value, **{**visible, "causal": False}),
-            "the scores are not scaled": lambda: attention_float64(q, k, value, scale=1.0, **visible),
+            "the causal mask is ignored": lambda: attention_float64(
+                q, k, value, **{**visible, "causal": False}
+            ),
+            "the scores are not scaled": lambda: attention_float64(
+                q, k, value, scale=1.0, **visible
+            ),
             "only the last tile of keys counts": lambda: attention_float64(
                 q, k, value, **{**visible, "leftpad_k": _last_tile(q, k, B_c, visible)}
             ),
@@ -122,11 +136,17 @@ def far_rows_match_float64(case, device, rng):
     )
 
 
-@suite.check("attention", [Case("no S x S tensor", why="memory grows with S, not S squared", q_len=1000)], kernels=False)
+@suite.check(
+    "attention",
+    [Case("no S x S tensor", why="memory grows with S, not S squared", q_len=1000)],
+    kernels=False,
+)
 def allocates_only_the_output(case, device, rng):
     q, k, v = (rng.randn(1, case.q_len, 2 * 32) for _ in range(3))
     largest = _largest_allocation(lambda: custom_flash_attention(q, k, v, 2, causal=True))
-    assert largest <= q.numel(), f"a tensor of {largest:,} elements was allocated; the output has {q.numel():,}"
+    assert largest <= q.numel(), (
+        f"a tensor of {largest:,} elements was allocated; the output has {q.numel():,}"
+    )
 
 
 def _largest_allocation(run):
@@ -137,7 +157,11 @@ def _largest_allocation(run):
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
-            sizes.extend(t.untyped_storage().nbytes() // t.element_size() for t in [out] if isinstance(t, torch.Tensor))
+            sizes.extend(
+                t.untyped_storage().nbytes() // t.element_size()
+                for t in [out]
+                if isinstance(t, torch.Tensor)
+            )
             return out
 
     with Watch():
@@ -155,7 +179,10 @@ LAYER = [
 
 @suite.check("layer", LAYER)
 def layer_matches_float64(case, device, rng):
-    weights = [rng.randn(case.hidden, case.hidden, scale=case.hidden**-0.5, dtype=case.dtype) for _ in range(4)]
+    weights = [
+        rng.randn(case.hidden, case.hidden, scale=case.hidden**-0.5, dtype=case.dtype)
+        for _ in range(4)
+    ]
     x = rng.randn(case.batch, case.seq, case.hidden, dtype=case.dtype)
 
     def by(attend, x, weights):
@@ -184,7 +211,9 @@ def _graded_name(batch, seq, causal):
 
 def _efficient(q, k, v, causal):
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        return scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=causal).transpose(1, 2)
+        return scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=causal
+        ).transpose(1, 2)
 
 
 @suite.measurement(
@@ -194,7 +223,9 @@ def _efficient(q, k, v, causal):
 def graded_speedups(device, report):
     weights = [torch.randn(HIDDEN, HIDDEN, device=device) * HIDDEN**-0.5 for _ in range(4)]
     layer = CustomFlashAttention(*weights, HIDDEN, HEADS)
-    baseline = torch.nn.MultiheadAttention(HIDDEN, HEADS, bias=False, batch_first=True, device=device).eval()
+    baseline = torch.nn.MultiheadAttention(
+        HIDDEN, HEADS, bias=False, batch_first=True, device=device
+    ).eval()
     baseline.in_proj_weight.data = torch.cat([w.T for w in weights[:3]])
     baseline.out_proj.weight.data = weights[3].T.contiguous()
     for batch, seq, causal in GRADED:
@@ -210,7 +241,15 @@ def graded_speedups(device, report):
             times = _time_attention(q, k, v, causal, seconds=3)
         flops = 4 * batch * seq * seq * HIDDEN * (0.5 if causal else 1)
         report.add(
-            Speed(f"attention alone, {name}", shape, x.dtype, times.pop("ours"), times, flops=flops, note=note)
+            Speed(
+                f"attention alone, {name}",
+                shape,
+                x.dtype,
+                times.pop("ours"),
+                times,
+                flops=flops,
+                note=note,
+            )
         )
         del x, q, k, v
 
@@ -245,7 +284,9 @@ def _time_attention(q, k, v, causal, tile=None, seconds=1.0):
     )
 
 
-TILE_FIELDS = {f"head_dim {d}, B_r {tile[0]}, B_c {tile[1]}": (d, tile) for d in TILES for tile in TILES[d]}
+TILE_FIELDS = {
+    f"head_dim {d}, B_r {tile[0]}, B_c {tile[1]}": (d, tile) for d in TILES for tile in TILES[d]
+}
 
 
 @suite.measurement("tiles", fields=list(TILE_FIELDS))

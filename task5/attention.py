@@ -1,4 +1,4 @@
-"""Task 5: attention with a KV cache: prefill through task 4's kernel, one token at a time through your decode kernel."""
+"""Task 5: attention with a KV cache: prompts through task 4's kernel, single tokens through your decode kernel."""
 
 import functools
 import math
@@ -27,7 +27,9 @@ MIN_KEYS_PER_SPLIT = 128  # below this the merging costs more than the waiting
 _kernels = Kernels(__file__, "attention_kernel.cu")
 
 
-def update_kv_cache(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, current_pos: int | Tensor) -> None:
+def update_kv_cache(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, current_pos: int | Tensor
+) -> None:
     """Write k and v into the caches at ``current_pos``, in place.
 
     Args:
@@ -123,7 +125,9 @@ def flash_attention_decode(
     """
     batch, heads, kv_heads, q_len, kv_len, head_dim = check_attention(q, k, v)
     if q_len != 1:
-        raise ValueError(f"decoding takes one query a sequence: q must be (batch, 1, ...); got q_len {q_len}")
+        raise ValueError(
+            f"decoding takes one query a sequence: q must be (batch, 1, ...); got q_len {q_len}"
+        )
     check_lengths("seqlens_k", seqlens_k, q)
     check_lengths("leftpad_k", leftpad_k, q)
     if num_splits is not None and not 1 <= num_splits <= max(kv_len, 1):
@@ -151,7 +155,11 @@ def flash_attention_decode(
 
 
 def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )
 
 
 def _in_fours(tensor: Tensor) -> bool:
@@ -162,7 +170,12 @@ def _in_fours(tensor: Tensor) -> bool:
 
 
 def custom_flash_attention_decode(
-    q: Tensor, k: Tensor, v: Tensor, num_heads: int, causal: bool = False, **lengths: Tensor | int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_heads: int,
+    causal: bool = False,
+    **lengths: Tensor | int | None,
 ) -> Tensor:
     """:func:`flash_attention_decode` on ``(batch, seq, num_heads * head_dim)`` tensors; q has one row.
 
@@ -174,7 +187,9 @@ def custom_flash_attention_decode(
     """
     q_heads = heads_view("q", q, num_heads)
     kv_heads = kv_heads_of(q_heads, k)
-    out = flash_attention_decode(q_heads, heads_view("k", k, kv_heads), heads_view("v", v, kv_heads), **lengths)
+    out = flash_attention_decode(
+        q_heads, heads_view("k", k, kv_heads), heads_view("v", v, kv_heads), **lengths
+    )
     return out.flatten(2)
 
 
@@ -206,7 +221,9 @@ class CustomFlashAttention(AttentionLayer):
         """
         seq = x.shape[1] if x.dim() == 3 else 0
         if decode and seq != 1:
-            raise ValueError(f"decode=True takes one token a sequence, x (batch, 1, hidden_dim); got {tuple(x.shape)}")
+            raise ValueError(
+                f"decode=True takes one token a sequence, x (batch, 1, hidden_dim); got {tuple(x.shape)}"
+            )
         check_head_dim(self.head_dim)  # before anything is written
         k_cache, v_cache = kv_cache
         q, k, v = self.project_qkv(x)
@@ -217,7 +234,9 @@ class CustomFlashAttention(AttentionLayer):
         if decode:
             o = custom_flash_attention_decode(q, k, v, self.num_heads, causal)
         else:
-            q, k, v = (heads_view(name, t, self.num_heads) for name, t in (("q", q), ("k", k), ("v", v)))
+            q, k, v = (
+                heads_view(name, t, self.num_heads) for name, t in (("q", q), ("k", k), ("v", v))
+            )
             o = flash_attention(q, k, v, causal=causal).flatten(2)
         # END SOLUTION
         return self.project_output(o)

@@ -1,6 +1,6 @@
 """Task 5: your KV-cache kernels, checked at every step and timed over a prompt of 1,024 and 100 tokens.
 
-    python -m task5.test [--cache | --decode | --splits | --layer] [--check] [--no-timing]
+python -m task5.test [--cache | --decode | --splits | --layer] [--check] [--no-timing]
 """
 
 import torch
@@ -16,7 +16,12 @@ suite = Suite(
     "task5",
     title="KV cache and decode",
     points=4,
-    sources=("task5/attention.py", "task5/attention_kernel.cu", "task4/attention.py", "task4/attention_kernel.cu"),
+    sources=(
+        "task5/attention.py",
+        "task5/attention_kernel.cu",
+        "task4/attention.py",
+        "task4/attention_kernel.cu",
+    ),
 )
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
@@ -37,7 +42,9 @@ CACHE = [
 @suite.check("cache", CACHE)
 def update_writes_these_rows_only(case, device, rng):
     dtype = case.values.get("dtype", torch.float32)
-    k_cache, v_cache = (rng.randn(case.batch, case.max_seq_len, case.hidden, dtype=dtype) for _ in range(2))
+    k_cache, v_cache = (
+        rng.randn(case.batch, case.max_seq_len, case.hidden, dtype=dtype) for _ in range(2)
+    )
     if case.values.get("fused"):
         _, k, v = rng.randn(case.batch, case.n, 3 * case.hidden, dtype=dtype).chunk(3, dim=-1)
     else:
@@ -49,7 +56,11 @@ def update_writes_these_rows_only(case, device, rng):
         for i in range(case.n):
             if 0 <= pos + i < case.max_seq_len:
                 expected[0][b, pos + i], expected[1][b, pos + i] = k[b, i], v[b, i]
-    pos = torch.tensor(case.pos, dtype=torch.int32, device=device) if isinstance(case.pos, tuple) else case.pos
+    pos = (
+        torch.tensor(case.pos, dtype=torch.int32, device=device)
+        if isinstance(case.pos, tuple)
+        else case.pos
+    )
     update_kv_cache(k_cache, v_cache, k, v, pos)
     for name, got, wanted in (("k_cache", k_cache, expected[0]), ("v_cache", v_cache, expected[1])):
         if not torch.equal(got, wanted):
@@ -122,13 +133,21 @@ def compare_decode(case, device, rng, num_splits):
         axes=("batch", "row", "head", "column"),
         suspects={
             "the lengths are ignored": lambda: attention_float64(q, k, value),
-            "the scores are not scaled": lambda: attention_float64(q, k, value, scale=1.0, **visible),
+            "the scores are not scaled": lambda: attention_float64(
+                q, k, value, scale=1.0, **visible
+            ),
         },
     )
 
 
 RULE = [
-    Case("one block short", why="0.97 of a wave: splitting would start a second", blocks=512, kv_len=1024, splits=1),
+    Case(
+        "one block short",
+        why="0.97 of a wave: splitting would start a second",
+        blocks=512,
+        kv_len=1024,
+        splits=1,
+    ),
     Case("many blocks", why="the chip is full without", blocks=2048, kv_len=4096, splits=1),
     Case("few keys", why="less than two splits' worth", blocks=1, kv_len=200, splits=1),
 ]
@@ -137,12 +156,16 @@ RULE = [
 @suite.check("splits", RULE, kernels=False, optional=True)
 def splits_follow_the_rule(case, device, rng):
     chosen = attention.choose_num_splits(case.blocks, case.kv_len, multiprocessors=132)
-    assert chosen == case.splits, f"{case.splits} splits are enough for {case}; the rule gives {chosen}"
+    assert chosen == case.splits, (
+        f"{case.splits} splits are enough for {case}; the rule gives {chosen}"
+    )
 
 
 def _projected(attend, x, parameters, heads, **visible):
     """The whole layer by definition: x and its parameters in one dtype."""
-    q, k, v = ((x @ parameters[f"w_{n}"] + parameters[f"b_{n}"]).unflatten(-1, (heads, -1)) for n in "qkv")
+    q, k, v = (
+        (x @ parameters[f"w_{n}"] + parameters[f"b_{n}"]).unflatten(-1, (heads, -1)) for n in "qkv"
+    )
     return attend(q, k, v, **visible).flatten(2) @ parameters["w_o"] + parameters["b_o"]
 
 
@@ -160,11 +183,21 @@ def every_step_matches_float64(case, device, rng):
     names = [*(f"w_{n}" for n in "qkvo"), *(f"b_{n}" for n in "qkvo")]
     h = case.hidden
     parameters = {n: rng.randn(*((h, h) if n[0] == "w" else (h,)), scale=h**-0.5) for n in names}
-    layer = CustomFlashAttention(*(parameters[n] for n in names[:4]), h, case.heads, *(parameters[n] for n in names[4:]))
+    layer = CustomFlashAttention(
+        *(parameters[n] for n in names[:4]), h, case.heads, *(parameters[n] for n in names[4:])
+    )
     total = sum(case.chunks)
     x = rng.randn(case.batch, total, h)
-    caches = [rng.randn(case.batch, total + 3, h) for _ in range(2)]  # old contents must not be seen
-    exact = _projected(attention_float64, x.double(), {n: p.double() for n, p in parameters.items()}, case.heads, causal=True)
+    caches = [
+        rng.randn(case.batch, total + 3, h) for _ in range(2)
+    ]  # old contents must not be seen
+    exact = _projected(
+        attention_float64,
+        x.double(),
+        {n: p.double() for n, p in parameters.items()},
+        case.heads,
+        causal=True,
+    )
     pytorch = _projected(attention_pytorch, x, parameters, case.heads, causal=True)
     pos = 0
     for n in case.chunks:
@@ -189,23 +222,32 @@ def generation_speed(device, report):
     batch, total = 4, PROMPT + TOKENS
     weights = [torch.randn(HIDDEN, HIDDEN, device=device) * HIDDEN**-0.5 for _ in range(4)]
     layer = CustomFlashAttention(*weights, HIDDEN, HEADS)
-    mha = torch.nn.MultiheadAttention(HIDDEN, HEADS, bias=False, batch_first=True, device=device).eval()
+    mha = torch.nn.MultiheadAttention(
+        HIDDEN, HEADS, bias=False, batch_first=True, device=device
+    ).eval()
     mha.in_proj_weight.data = torch.cat([w.T for w in weights[:3]])
     mha.out_proj.weight.data = weights[3].T.contiguous()
     x = torch.randn(batch, total, HIDDEN, device=device)
-    ours, theirs = ([torch.zeros(batch, total, HIDDEN, device=device) for _ in range(2)] for _ in range(2))
+    ours, theirs = (
+        [torch.zeros(batch, total, HIDDEN, device=device) for _ in range(2)] for _ in range(2)
+    )
     mask = torch.ones(total, total, dtype=torch.bool, device=device).triu(1)
 
     def with_cache(pos, n):
         q, k, v = layer.project_qkv(x[:, pos : pos + n])
         theirs[0][:, pos : pos + n], theirs[1][:, pos : pos + n] = k, v
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, theirs[0][:, : pos + n], theirs[1][:, : pos + n]))
+        q, k, v = (
+            t.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for t in (q, theirs[0][:, : pos + n], theirs[1][:, : pos + n])
+        )
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
             o = scaled_dot_product_attention(q, k, v, is_causal=n > 1)
         return layer.project_output(o.transpose(1, 2).flatten(2))
 
     def recompute(end):
-        return mha(x[:, :end], x[:, :end], x[:, :end], attn_mask=mask[:end, :end], need_weights=False)[0]
+        return mha(
+            x[:, :end], x[:, :end], x[:, :end], attn_mask=mask[:end, :end], need_weights=False
+        )[0]
 
     def tokens(step):
         return torch.cat([step(pos)[:, -1:] for pos in range(PROMPT, total)], dim=1)
@@ -222,7 +264,9 @@ def generation_speed(device, report):
         )
         later = measure(
             {
-                "ours": lambda: tokens(lambda pos: layer(x[:, pos : pos + 1], ours, decode=True, current_pos=pos)),
+                "ours": lambda: tokens(
+                    lambda pos: layer(x[:, pos : pos + 1], ours, decode=True, current_pos=pos)
+                ),
                 EFFICIENT: lambda: tokens(lambda pos: with_cache(pos, 1)),
                 RECOMPUTE: lambda: tokens(lambda pos: recompute(pos + 1)),
             },
@@ -250,7 +294,9 @@ def decode_speed(device, report):
         q = torch.randn(batch, 1, HEADS, d, device=device)
         k, v = (torch.randn(batch, kv_len, HEADS, d, device=device) for _ in range(2))
         times = _time_decode(q, k, v)
-        splits = attention.choose_num_splits(batch * HEADS, kv_len, attention._multiprocessors(device))
+        splits = attention.choose_num_splits(
+            batch * HEADS, kv_len, attention._multiprocessors(device)
+        )
         report.add(
             Speed(
                 name,
@@ -266,10 +312,15 @@ def decode_speed(device, report):
 def _time_decode(q, k, v):
     def pytorch():
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-            return scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+            return scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(
+                1, 2
+            )
 
     return measure(
-        {"ours": lambda: flash_attention_decode(q, k, v), "SDPA, memory-efficient backend": pytorch},
+        {
+            "ours": lambda: flash_attention_decode(q, k, v),
+            "SDPA, memory-efficient backend": pytorch,
+        },
         check=all_alike,
         seconds=1,
     )

@@ -135,7 +135,9 @@ class Kernels:
             raise ValueError(f"{name}: kernels run on cpu and cuda tensors; got one on {device}")
         launchers = signature.launchers(self.source)
         if name not in launchers:
-            raise TypeError(f"{self.source.name} has no launcher {name!r}; it has {', '.join(launchers)}")
+            raise TypeError(
+                f"{self.source.name} has no launcher {name!r}; it has {', '.join(launchers)}"
+            )
         if device.type == "cuda":
             path = _library_for_gpu(self.source, device.index)
         else:

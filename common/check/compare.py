@@ -31,12 +31,13 @@ class CheckFailed(AssertionError):
     """A result is not what it should be; the text explains it.
 
     Attributes:
-        not_written: the output is as it was allocated, which is how a stub looks.
+        not_written: the output is as it was allocated, which is how a stub looks; or a sentence that says what is
+            not written yet.
         fingerprint: hash of the wrong result, to see whether a second run gives the same one.
     """
 
     def __init__(
-        self, text: str, *, not_written: bool = False, fingerprint: str | None = None
+        self, text: str, *, not_written: bool | str = False, fingerprint: str | None = None
     ) -> None:
         super().__init__(text)
         self.not_written = not_written

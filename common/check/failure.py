@@ -103,6 +103,8 @@ def _second_run(error: CheckFailed, item: Item, seed: int) -> str:
 
 def _not_written(error: Exception, item: Item) -> str | None:
     if isinstance(error, CheckFailed) and error.not_written:
+        if isinstance(error.not_written, str):
+            return error.not_written
         path = _source(item, ".cu" if item.check.kernels else ".py")
         return (
             f"{path}: {item.check.group} is not written yet (nothing was written to the output:"

@@ -1,16 +1,22 @@
 """Running CUDA kernels without a GPU.
 
 A `.cu` file is rewritten a little (`rewrite`), compiled by g++ or clang against the headers in
-`INCLUDE`, and linked with a runtime library that is built once from `RUNTIME_SOURCES`. The threads of
-a block are fibers on one OS thread; barriers, warp collectives, tensor-core and asynchronous-copy
-wrappers behave as on a GPU, and mistakes become errors that name kernel, block, thread, file and line.
+`INCLUDE`, and linked with a runtime library that is built once from `RUNTIME_SOURCES`. The threads
+of a block are fibers on one OS thread; barriers, warp collectives, tensor-core and asynchronous-copy
+wrappers behave as on a GPU, and mistakes become errors that name kernel, block, thread, file, line.
 
-    fast build    compile with FAST_FLAGS:  correct results, barrier and launch errors
+    fast build    compile with FAST_FLAGS:  right results; errors of launches, barriers, collectives,
+                  stack overflows, wild pointers
     check build   compile with CHECK_FLAGS: also races, uninitialised and out-of-range accesses
 
 The check build uses the call-backs that the compiler inserts for its thread sanitizer; the runtime
 answers them itself, so the sanitizer's own library must not be linked (compile first, then link
 without -fsanitize=thread).
+
+What it does not do: wgmma, TMA, clusters, cooperative groups, textures, launches from kernels; a
+kernel that spins on a plain or volatile variable until another thread writes it never ends (spinning
+with atomicCAS is fine); registers are not counted, so neither __launch_bounds__ nor occupancy limits
+them; races between blocks are no longer looked for after the first __threadfence() of a launch.
 """
 
 from common.cuda_on_cpu.rewriter import RewriteError, rewrite

@@ -5,8 +5,8 @@ C++ lacks two constructs, and only these are rewritten; everything else CUDA add
 * `kernel<<<grid, block, bytes, stream>>>(arguments)` becomes a call of `cuda_on_cpu::launch`;
 * `__shared__` declarations become references into the memory of the running block.
 
-Lines stay where they are, so a compiler's message shows the student's own file and line. A header with
-kernels or shared memory is rewritten in the same way, as a file of its own.
+Lines stay where they are, so a compiler's message shows the student's own file and line. A header
+with kernels or shared memory is rewritten in the same way, as a file of its own.
 """
 
 import re
@@ -34,7 +34,7 @@ _GPU_INSTRUCTION = re.compile(r"\b(?:wgmma|tcgen05|mbarrier|cp\.async\.bulk|[a-z
 
 
 class RewriteError(ValueError):
-    """Something in the `.cu` file that cannot be run on the CPU; the message begins with file:line."""
+    """Something in the `.cu` file that cannot run on the CPU; the message begins with file:line."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,11 @@ class _Token:
 def rewrite(source: str, path: str | Path) -> str:
     """C++ for the text `source` of the CUDA file or header `path`.
 
-    `path` is only for messages: the compiler's, and those of RewriteError, which name file and line.
+    `path` is for messages: the compiler's, and those of RewriteError.
     """
-    return f'#include <cuda_runtime.h>\n#line 1 "{_escaped(path)}"\n{_File(source, path).rewritten()}'
+    return (
+        f'#include <cuda_runtime.h>\n#line 1 "{_escaped(path)}"\n{_File(source, path).rewritten()}'
+    )
 
 
 class _File:
@@ -63,7 +65,7 @@ class _File:
         self.path = path
         self.tokens = _tokens(source)
         self.out: list[str] = []
-        self.scopes: list[str] = []  # what each open brace belongs to: "namespace", "class", "function"
+        self.scopes: list[str] = []  # of each open brace: "namespace", "class" or "function"
         self.statement: list[str] = []  # words since the last ; { or }
         self.shared_depths: list[int] = []  # how deep each __shared__ variable in scope is declared
 
@@ -116,7 +118,9 @@ class _File:
                 scope = "function"
             elif "namespace" in self.statement or self.statement[-2:-1] == ["extern"]:
                 scope = "namespace"
-            elif ")" not in self.statement and {"struct", "class", "union", "enum"} & set(self.statement):
+            elif ")" not in self.statement and {"struct", "class", "union", "enum"} & set(
+                self.statement
+            ):
                 scope = "class"
             else:
                 scope = "function"
@@ -148,7 +152,7 @@ class _File:
         )
 
     def _check_capture(self, i: int) -> None:
-        """[=] would copy a __shared__ variable, which here is a reference; on a GPU it is captured by neither."""
+        """[=] would copy a __shared__ variable, here a reference; on a GPU it captures none."""
         equals = self._next(i + 1)
         after = self._next(equals + 1)
         if not self.shared_depths or after >= len(self.tokens):
@@ -223,8 +227,8 @@ class _File:
     def _launch_close(self, i: int) -> int:
         """Index of the `>>>` that closes the launch configuration opened at token i.
 
-        Template arguments may end in `>>>` too, even before a `(`; the launch's is the last one in its
-        statement that is followed by an argument list.
+        Template arguments may end in `>>>` too, even before a `(`; the launch's is the last one in
+        its statement that is followed by an argument list.
         """
         tokens, depth, found = self.tokens, 0, None
         for j in range(i + 1, len(tokens)):
@@ -246,12 +250,14 @@ class _File:
     # ---- __shared__
 
     def _shared(self, i: int) -> int:
-        """Rewrite the declaration that contains `__shared__` at token i; returns the index of its `;`."""
+        """Rewrite the declaration with `__shared__` at token i; returns the index of its `;`."""
         tokens, line = self.tokens, self.tokens[i].line
         end = i + 1
         while end < len(tokens) and tokens[end].text != ";":
             if tokens[end].text in ("{", "}", "="):
-                raise self.error(line, "a __shared__ variable has no initializer and no type of its own")
+                raise self.error(
+                    line, "a __shared__ variable has no initializer and no type of its own"
+                )
             if tokens[end].kind == "directive":
                 raise self.error(line, "a preprocessor line inside a __shared__ declaration")
             end += 1
@@ -270,7 +276,9 @@ class _File:
         for name, dimensions in variables:
             if external:
                 if not re.fullmatch(r"\[\s*\]", dimensions):
-                    raise self.error(line, "dynamic shared memory is declared as extern __shared__ T x[]")
+                    raise self.error(
+                        line, "dynamic shared memory is declared as extern __shared__ T x[]"
+                    )
                 pointer = f'::cuda_on_cpu::dynamic_shared<{type_name}>("{name}")'
                 parts.append(f"{type_name}* {name} = {pointer}")
                 continue
@@ -286,7 +294,7 @@ class _File:
         return end
 
     def _specifiers_before(self, i: int) -> int:
-        """Index where the declaration begins: `static`, `extern`, `volatile`, alignas(...) may precede."""
+        """Where the declaration begins: static, extern, volatile, alignas(...) may precede."""
         tokens, start = self.tokens, i
         while True:
             j = self._previous(start)
@@ -354,7 +362,9 @@ class _File:
             if number == 0:
                 type_name = head
             elif head:
-                raise self.error(line, f"write {head} {part[end - 1].text} as a declaration of its own")
+                raise self.error(
+                    line, f"write {head} {part[end - 1].text} as a declaration of its own"
+                )
             variables.append((part[end - 1].text, _flat(part[end:]).strip()))
         if not type_name:
             raise self.error(line, f"this __shared__ declaration has no type: {_flat(words)}")
@@ -383,7 +393,7 @@ class _File:
         raise self.error(self.tokens[i].line, "( without )")
 
     def _matching_back(self, i: int, closer: str, opener: str, line: int) -> int:
-        """Index of the bracket that opens the one at token i; brackets of other kinds are skipped whole."""
+        """Index of the bracket that opens the one at token i; other kinds are skipped whole."""
         depth, other = 0, 0
         for j in range(i, -1, -1):
             text = self.tokens[j].text
@@ -424,7 +434,9 @@ class _GpuOnlyRegions:
         elif word == "endif" and self.stack:
             self.stack.pop()
         elif self.stack:
-            self.stack[-1] = None if self.stack[-1] is None or word == "elif" else not self.stack[-1]
+            self.stack[-1] = (
+                None if self.stack[-1] is None or word == "elif" else not self.stack[-1]
+            )
 
 
 def _tokens(source: str) -> list[_Token]:
@@ -451,7 +463,9 @@ def _has_code(tokens: list[_Token]) -> bool:
 
 def _is_type(parenthesized: str) -> bool:
     """alignas takes a number or a type; only names of types begin like this."""
-    return bool(re.match(r"\(\s*(?:float|double|int|u?int\d|uint\d+_t|char|short|long|__)", parenthesized))
+    return bool(
+        re.match(r"\(\s*(?:float|double|int|u?int\d|uint\d+_t|char|short|long|__)", parenthesized)
+    )
 
 
 def _escaped(path: str | Path) -> str:

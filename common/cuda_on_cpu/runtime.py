@@ -32,7 +32,7 @@ _PLACE = re.compile(r"\{([^{}\n]+)\+0x([0-9a-f]+)\}")
 
 
 class Runtime:
-    """The loaded runtime library. Settings hold for the process; errors and tensors for the thread."""
+    """The loaded runtime library. Settings are the process's; errors and tensors the thread's."""
 
     def __init__(self, path: str | Path):
         self._library = library = ctypes.CDLL(str(path))
@@ -52,7 +52,7 @@ class Runtime:
     ) -> None:
         """Change how kernels run from now on; what is None stays.
 
-        order: in which order the threads of a block run: "forward", "reverse" or "random" (by `seed`).
+        order: of the threads of a block: "forward", "reverse" or "random" (by `seed`).
         eager_copies: cp_async data lands at once; otherwise as late as the kernel's waits allow.
         threads: OS threads over which the blocks are spread; 0: one per core.
         arch: the GPU whose limits hold, such as "sm_90" (default: CUDA_ON_CPU_ARCH, or sm_80).
@@ -73,7 +73,7 @@ class Runtime:
     def register(self, name: str, address: int, bytes: int) -> None:
         """Say where a tensor is, for this thread's next launches.
 
-        Once a tensor is registered, the check build reports every global access outside all of them.
+        Once one is registered, the check build reports every global access outside all of them.
         """
         self._library.cuda_on_cpu_register(name.encode(), address, bytes)
 
@@ -87,12 +87,12 @@ class Runtime:
 
 
 def _with_lines(text: str) -> str:
-    """Replace each {library+0xoffset}, a place that only debug information can name, by file:line."""
+    """Replace each {library+0xoffset}, which only debug information can name, by file:line."""
     return _PLACE.sub(lambda match: _line_of(match[1], int(match[2], 16)), text)
 
 
 def _line_of(library: str, offset: int) -> str:
-    """The innermost line at `offset` that is in a kernel's file rather than in one of our headers."""
+    """The innermost line at `offset` that is in a kernel's file, not in one of our headers."""
     frames = [_shown(place) for place in _frames(library, offset)]
     for place in frames:
         if place and not place.startswith(("common/cuda_on_cpu/", "common/include/", "/usr/")):

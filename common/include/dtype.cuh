@@ -4,7 +4,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-enum Dtype { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };  // common.build.dtype_code
+constexpr int FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2;  // common.build.dtype_code
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }

@@ -1,25 +1,26 @@
-// The few PTX instructions that attention kernels need, as functions. Under nvcc each is one line of
-// assembly; without a GPU each is emulated, with the checks that the hardware does not make.
+// The few PTX instructions that attention kernels need, as functions. Under nvcc each is one line
+// of assembly; without a GPU each is emulated, with the checks that the hardware does not make.
 //
-//   mma_m16n8k16<T>(d, a, b, c)     d = a b + c on the tensor cores, T = __half or __nv_bfloat16      sm_80
-//   mma_m16n8k8_tf32(d, a, b, c)    the same for tf32; to_tf32(x) rounds a float to it                sm_80
-//   ldmatrix_x1 _x2 _x4 (_trans)    8x8 matrices of 16-bit values from shared memory to registers     sm_75
-//   cp_async<Bytes>(dst, src, ok)   4, 8 or 16 bytes from global to shared memory, zeros if !ok       sm_80
+//   mma_m16n8k16<T>(d, a, b, c)    d = a b + c on tensor cores, T = __half or __nv_bfloat16   sm_80
+//   mma_m16n8k8_tf32(d, a, b, c)   the same for tf32; to_tf32(x) rounds a float to it         sm_80
+//   ldmatrix_x1 _x2 _x4 (_trans)   8x8 matrices of 16-bit values, shared memory to registers  sm_75
+//   cp_async<Bytes>(to, from, ok)  4, 8 or 16 bytes, global to shared memory; zeros if !ok    sm_80
 //   cp_async_commit(), cp_async_wait<N>(), cp_async_wait_all()
 //
-// Fragments. With lane = threadIdx.x % 32, g = lane / 4 and t = lane % 4, the tile is a (16 x k) times
-// b (k x 8) plus c (16 x 8), and each register of a and b holds two neighbours in k:
+// Fragments. With lane = threadIdx.x % 32, g = lane / 4 and t = lane % 4, the tile is a (16 x k)
+// times b (k x 8) plus c (16 x 8), and each register of a and b holds two neighbours in k:
 //   a[0] row g,     k 2t, 2t+1      a[2] row g,     k 2t+8, 2t+9      b[0] k 2t,   2t+1,  column g
 //   a[1] row g + 8, k 2t, 2t+1      a[3] row g + 8, k 2t+8, 2t+9      b[1] k 2t+8, 2t+9,  column g
 //   c[0] c[1] row g, columns 2t, 2t+1          c[2] c[3] row g + 8, columns 2t, 2t+1
 // tf32 (k = 8), one value a register: a[0] row g, k t;  a[1] row g + 8, k t;  a[2] row g, k t + 4;
 //   a[3] row g + 8, k t + 4;  b[0] k t, column g;  b[1] k t + 4, column g.
 //
-// ldmatrix: lane 8 i + r gives the address of row r of matrix i (16 bytes, 16-byte aligned), and gets
-// in register i the elements 2t, 2t+1 of row g of matrix i; _trans: of column g.
+// ldmatrix: lane 8 i + r gives the address of row r of matrix i (16 bytes, 16-byte aligned), and
+// gets in register i the elements 2t, 2t+1 of row g of matrix i; _trans: of column g.
 //
-// cp_async: what was copied may be read after cp_async_wait by the thread that copied it, and after a
-// __syncthreads() that follows by the others. cp_async_wait<N>() leaves the N newest groups in flight.
+// cp_async: what was copied may be read after cp_async_wait by the thread that copied it, and by the
+// others after a __syncthreads() that follows. cp_async_wait<N>() leaves the N newest groups in
+// flight.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -39,7 +39,11 @@ def sanitize(tool: str, stage: int) -> dict:
     output = done.stdout + done.stderr
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", output)
     print(f"  task{stage} {tool:9} {summary[-1] if summary else 'no summary'}", flush=True)
-    clean = done.returncode == 0 and bool(summary) and all(re.search(r"SUMMARY: 0 ", line) for line in summary)
+    clean = (
+        done.returncode == 0
+        and bool(summary)
+        and all(re.search(r"SUMMARY: 0 ", line) for line in summary)
+    )
     if not clean:
         print("\n".join(line[:160] for line in output.splitlines()[-40:]))
     return {"stage": f"task{stage}", "tool": tool, "clean": clean, "summary": summary}
@@ -49,11 +53,15 @@ def run_pytest() -> dict:
     """The whole test suite; how many passed, and how far CPU and GPU were apart for each kernel."""
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "pytest.xml"
-        done = subprocess.run([sys.executable, "-m", "pytest", "-q", f"--junitxml={xml}"], cwd=ROOT, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", f"--junitxml={xml}"], cwd=ROOT, check=False
+        )
         if not xml.exists():
             return {"passed": 0, "failed": 0, "skipped": 0, "ok": False, "devices_agree": {}}
         suite = ElementTree.parse(xml).getroot().find("testsuite")
-        counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+        counts = {
+            name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")
+        }
         agree = {
             re.sub(r".*\[(.*)\]", r"\1", case.get("name")): float(p.get("value"))
             for case in suite.iter("testcase")
@@ -75,7 +83,9 @@ def main() -> None:
     """The command."""
     commit, dirty = git_commit()
     print("compute-sanitizer on the small cases:", flush=True)
-    subprocess.run([sys.executable, "-m", "common.build", "--device", "cuda"], cwd=ROOT, check=False)
+    subprocess.run(
+        [sys.executable, "-m", "common.build", "--device", "cuda"], cwd=ROOT, check=False
+    )
     with ThreadPoolExecutor(4) as pool:
         jobs = [(tool, stage) for stage in STAGES for tool in TOOLS]
         sanitizer = list(pool.map(lambda job: sanitize(*job), jobs))

@@ -17,7 +17,9 @@ from common.check.results import render
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = ("common/staff/", "common/tests/", "common/records/", ".ci/")
 BEGIN, END = "BEGIN SOLUTION", "END SOLUTION"
-_MARK = re.compile(rf"^(?P<indent>\s*)(#|//)\s*(?P<word>{BEGIN}|{END})(, until then: (?P<until>.+?))?\s*$")
+_MARK = re.compile(
+    rf"^(?P<indent>\s*)(#|//)\s*(?P<word>{BEGIN}|{END})(, until then: (?P<until>.+?))?\s*$"
+)
 
 
 class MarkError(ValueError):
@@ -43,15 +45,22 @@ def cut(source: str, path: str) -> tuple[str, int]:
         mark = _MARK.match(line)
         if mark is None:
             if (BEGIN in line or END in line) and line.lstrip().startswith(("# ", "// ")):
-                raise MarkError(f"{path}:{number}: a solution mark stands alone on its line; got {line.strip()!r}")
+                raise MarkError(
+                    f"{path}:{number}: a solution mark stands alone on its line; got {line.strip()!r}"
+                )
             if not begun:
                 kept.append(line)
         elif (mark["word"] == BEGIN) == bool(begun):
-            raise MarkError(f"{path}:{number}: {mark['word']} inside or without a solution" + f" (line {begun})" * bool(begun))
+            raise MarkError(
+                f"{path}:{number}: {mark['word']} inside or without a solution"
+                + f" (line {begun})" * bool(begun)
+            )
         elif mark["word"] == BEGIN:
             begun = number
             answers += 1
-            kept.append(f"{mark['indent']}{mark['until'] or _placeholder(path, kept, mark['indent'])}\n")
+            kept.append(
+                f"{mark['indent']}{mark['until'] or _placeholder(path, kept, mark['indent'])}\n"
+            )
         else:
             begun = 0
     if begun:
@@ -98,7 +107,9 @@ def make(destination: Path) -> dict[str, int]:
         if file in texts:
             target.write_text(texts[file], encoding="utf-8")
         elif file == "Results.md":
-            target.write_text(render(target.read_text(encoding="utf-8"), {}, root=ROOT), encoding="utf-8")  # empty
+            target.write_text(
+                render(target.read_text(encoding="utf-8"), {}, root=ROOT), encoding="utf-8"
+            )  # empty
     return answers
 
 
@@ -117,8 +128,12 @@ def _files() -> list[str]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m common.staff.student_edition", description=__doc__.splitlines()[0])
-    parser.add_argument("directory", type=Path, help="where to write it: a new or an empty directory")
+    parser = argparse.ArgumentParser(
+        prog="python -m common.staff.student_edition", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "directory", type=Path, help="where to write it: a new or an empty directory"
+    )
     destination = parser.parse_args().directory
     try:
         answers = make(destination)

@@ -459,7 +459,10 @@ def test_a_launcher_that_is_not_there(kernels):
 @pytest.mark.parametrize(
     ("parameters", "words"),
     [
-        ("unsigned n, cudaStream_t stream", "n of go is unsigned, which Python cannot pass; pointers, int, "),
+        (
+            "unsigned n, cudaStream_t stream",
+            "n of go is unsigned, which Python cannot pass; pointers, int, ",
+        ),
         ("float* x, int n", "the last parameter of go must be a cudaStream_t"),
     ],
 )

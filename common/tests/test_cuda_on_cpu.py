@@ -16,7 +16,9 @@ from common.cuda_on_cpu import Runtime
 SOURCE = Path(__file__).parent / "kernels/features.cu"
 TEXT = SOURCE.read_text()
 _kernels = Kernels(__file__, "kernels/features.cu")
-MODES = [dict(order=o, check=c, seed=7) for o in ("forward", "reverse", "random") for c in (False, True)]
+MODES = [
+    dict(order=o, check=c, seed=7) for o in ("forward", "reverse", "random") for c in (False, True)
+]
 
 
 @pytest.fixture(params=MODES, ids=lambda m: m["order"] + ("-check" if m["check"] else ""))
@@ -252,7 +254,11 @@ def line_of(tag: str) -> str:
 
 NAMES = re.search(r"enum Mistake \{(.*?)\}", TEXT, re.DOTALL)[1].replace(",", " ").split()
 FAST = [  # found by both builds
-    ("DIVERGENT", r"divergent __syncthreads\(\): thread \(\d+,0,0\) waits at", "divergent-other divergent"),
+    (
+        "DIVERGENT",
+        r"divergent __syncthreads\(\): thread \(\d+,0,0\) waits at",
+        "divergent-other divergent",
+    ),
     ("DEADLOCK", r"at __syncwarp with mask 0xffffffff, .*features.cu:\d+", ""),
     ("OVERFLOW_STACK", "stack overflow: .* more than 192 KiB", ""),
     ("WILD", "illegal memory access at address 0x1000|which is in no tensor", "wild"),
@@ -264,13 +270,25 @@ FAST = [  # found by both builds
     ("MASKS_DIFFER", "waits for lane|deadlock", ""),
 ]
 CHECK = [  # found by the check build
-    ("PAST_SHARED", r"out of range: writes 4 bytes of shared memory 'x', element 65 of 64, at byte 260", "past-shared"),
-    ("RACE_IN_WARP", r"race on x\[\d+\] .*no __syncthreads\(\) or __syncwarp\(\) between", "race-in-warp"),
+    (
+        "PAST_SHARED",
+        r"out of range: writes 4 bytes of shared memory 'x', element 65 of 64, at byte 260",
+        "past-shared",
+    ),
+    (
+        "RACE_IN_WARP",
+        r"race on x\[\d+\] .*no __syncthreads\(\) or __syncwarp\(\) between",
+        "race-in-warp",
+    ),
     ("SAME_OUTPUT", "race on out, byte 0", "same-output"),
     ("PLAIN_COUNTER", r"race on x\[0\] \((read after write|write after read)\)", "plain-counter"),
     ("HALF_SYNCWARP", r"race on x\[\d+\] ", "half-syncwarp half-syncwarp-write"),
     ("MEMCPY_PAST", "out of range: writes 64 bytes of shared memory 'x'", "memcpy-past"),
-    ("BEFORE_TENSOR", "out of range: writes 4 bytes of tensor 'out' 8 bytes before its start", "before-tensor"),
+    (
+        "BEFORE_TENSOR",
+        "out of range: writes 4 bytes of tensor 'out' 8 bytes before its start",
+        "before-tensor",
+    ),
 ]
 
 
@@ -300,7 +318,9 @@ def check_mistake(name, message, tags):
     assert re.search(message, text), text
     if tags:
         assert any(line_of(tag) in text.splitlines()[0] for tag in tags.split()), text
-    assert re.search(r"kernel mistakes, block \(\d+,0,0\).*launched at .*features.cu:\d+", text), text
+    assert re.search(r"kernel mistakes, block \(\d+,0,0\).*launched at .*features.cu:\d+", text), (
+        text
+    )
     assert (mistake("FINE") == 0).all()  # the process goes on as if nothing had happened
 
 
@@ -338,8 +358,7 @@ def test_launches_from_several_python_threads():
 
 def test_architecture_from_the_environment():
     code = (
-        "from common.tests.test_cuda_on_cpu import config\n"
-        "config(1, 32, 227 * 1024, 227 * 1024)\n"
+        "from common.tests.test_cuda_on_cpu import config\nconfig(1, 32, 227 * 1024, 227 * 1024)\n"
     )
     environment = {**os.environ, "CUDA_ON_CPU_ARCH": "sm_90a"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

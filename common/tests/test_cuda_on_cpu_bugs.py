@@ -30,7 +30,8 @@ def line_of(tag: str) -> str:
 
 def gemm(bug: int):
     M, N, K = 41, 35, 37
-    A = torch.randn(M * K + 10_000)[: M * K].view(M, K)  # room behind, so that no other tensor is there
+    # Room behind A, so that what lies past its end is no other tensor.
+    A = torch.randn(M * K + 10_000)[: M * K].view(M, K)
     B, C = torch.randn(K, N), torch.full((M, N), math.nan)
     _kernels.launch("run_gemm", bug=bug, A=A, B=B, C=C, M=M, N=N, K=K)
     return C, A @ B
@@ -89,9 +90,19 @@ PLANTED = [
     ("GEMM_NO_BARRIER_AFTER_LOAD", gemm, "race on [AB]_tile|uninitialised", "gemm-use"),
     ("GEMM_NO_BARRIER_AFTER_USE", gemm, "race on [AB]_tile", "gemm-use gemm-load-a gemm-load-b"),
     # The last column of a row is the first of the next one: a race, and past the end in the last row.
-    ("GEMM_NARROW_TILE", gemm, "(race on|out of range: writes 4 bytes of).* '?B_tile", "gemm-load-b"),
+    (
+        "GEMM_NARROW_TILE",
+        gemm,
+        "(race on|out of range: writes 4 bytes of).* '?B_tile",
+        "gemm-load-b",
+    ),
     ("GEMM_NO_ROW_CHECK", gemm, "out of range: reads 4 bytes of tensor 'A'", "gemm-load-a"),
-    ("GEMM_DIVERGENT_BARRIER", gemm, r"divergent __syncthreads\(\)|race|uninitialised", "gemm-second-barrier gemm-use"),
+    (
+        "GEMM_DIVERGENT_BARRIER",
+        gemm,
+        r"divergent __syncthreads\(\)|race|uninitialised",
+        "gemm-second-barrier gemm-use",
+    ),
     ("SOFTMAX_NO_BARRIER_BEFORE_TREE", softmax, "uninitialised|race", "softmax-max-tree"),
     ("SOFTMAX_NO_BARRIER_IN_TREE", softmax, "race", "softmax-max-tree softmax-read-max"),
     ("SOFTMAX_NO_BARRIER_AFTER_MAX", softmax, "race", "softmax-store-sum softmax-read-max"),
@@ -128,9 +139,9 @@ def test_every_bug_is_in_the_table():
 def test_check_build_names_the_bug(bug, kernel, message, tags):
     for eager in (False, True):
         for order in ORDERS:
-            with using(check=True, order=order, seed=1, eager_copies=eager):
-                with pytest.raises(KernelError) as caught:
-                    kernel(number(bug))
+            settings = dict(check=True, order=order, seed=1, eager_copies=eager)
+            with using(**settings), pytest.raises(KernelError) as caught:
+                kernel(number(bug))
             text = str(caught.value)
             assert re.search(message, text), text
             if tags:

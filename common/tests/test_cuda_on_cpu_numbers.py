@@ -30,15 +30,24 @@ def test_every_16_bit_pattern_as_float(dtype):
 
 
 def floats(dtype) -> torch.Tensor:
-    """Every 16-bit number, every tie between two, both neighbours of the ties, and random bit patterns."""
+    """Every 16-bit number, every tie between two, the neighbours of the ties, and random bits."""
     numbers = ALL_BITS.view(dtype).double()
     numbers = numbers[numbers.isfinite()].sort().values.unique()
     ties = ((numbers[1:] + numbers[:-1]) / 2).float()
     infinity = torch.tensor(math.inf)
     random = torch.randint(-(2**31), 2**31, (300_000,)).to(torch.int32).view(torch.float32)
-    special = torch.tensor([math.inf, -math.inf, math.nan, 65519.996, 65520.0, 3.4e38, -0.0, 2**-25])
+    special = torch.tensor(
+        [math.inf, -math.inf, math.nan, 65519.996, 65520.0, 3.4e38, -0.0, 2**-25]
+    )
     return torch.cat(
-        [numbers.float(), ties, ties.nextafter(infinity), ties.nextafter(-infinity), random, special]
+        [
+            numbers.float(),
+            ties,
+            ties.nextafter(infinity),
+            ties.nextafter(-infinity),
+            random,
+            special,
+        ]
     )
 
 
@@ -82,7 +91,7 @@ def test_arithmetic(dtype):
     _kernels.launch(
         "run_arithmetic", bf16=int(dtype is torch.bfloat16), x=x, y=y, z=z, out=out, n=n
     )
-    a, b, c = x.float(), y.float(), z.float()
+    a, b = x.float(), y.float()
     for column, expected in enumerate([a + b, a - b, a * b, a / b]):
         assert same(out[:, column], expected.to(dtype)).all(), column
 
@@ -170,7 +179,9 @@ def test_ldmatrix_checks_alignment_and_the_warp():
         _kernels.launch("run_ldmatrix", inp=matrices, out=out, misalign=0, threads=16)
 
 
-@pytest.mark.parametrize("settings", MODES, ids=["fast-late", "fast-eager", "check-late", "check-eager"])
+@pytest.mark.parametrize(
+    "settings", MODES, ids=["fast-late", "fast-eager", "check-late", "check-eager"]
+)
 @pytest.mark.parametrize("order", ["forward", "reverse", "random"])
 def test_async_copies(order, settings):
     x, out = torch.randn(32), torch.full((32,), math.nan)
@@ -189,11 +200,17 @@ def test_async_copies_land_late_or_eagerly():
         _kernels.launch("run_early_read", inp=x, out=out)
     assert out[0] == out[1] == x[0]
     for eager in (False, True):
-        with using(check=True, eager_copies=eager), pytest.raises(KernelError, match="is in flight"):
+        with (
+            using(check=True, eager_copies=eager),
+            pytest.raises(KernelError, match="is in flight"),
+        ):
             _kernels.launch("run_early_read", inp=x, out=out)
 
 
 def test_async_copies_outside_a_tensor():
     x, out = torch.randn(32), torch.zeros(32)
-    with using(check=True), pytest.raises(KernelError, match="reads 4 bytes of tensor 'inp' at byte 128"):
+    with (
+        using(check=True),
+        pytest.raises(KernelError, match="reads 4 bytes of tensor 'inp' at byte 128"),
+    ):
         _kernels.launch("run_copies", inp=x, out=out, shift=3)

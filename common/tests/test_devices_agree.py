@@ -20,7 +20,11 @@ def softmax(rng, device):
 
 def gemm_nt(rng, device):
     a, b = rng.randn(2, 40, 50), rng.randn(2, 33, 50)
-    return task2.test_batched_GEMM_NT(a.to(device), b.to(device)), a.double() @ b.double().mT, a @ b.mT
+    return (
+        task2.test_batched_GEMM_NT(a.to(device), b.to(device)),
+        a.double() @ b.double().mT,
+        a @ b.mT,
+    )
 
 
 def gemm_nn(rng, device):
@@ -32,7 +36,9 @@ def naive_attention(rng, device):
     q, k, v = (rng.randn(2, 40, 2 * 32) for _ in range(3))
     got = task2.custom_attention(*(t.to(device) for t in (q, k, v)), 2, causal=True)
     heads = [t.unflatten(-1, (2, 32)) for t in (q, k, v)]
-    truth, pytorch = (f(*heads, causal=True).flatten(2) for f in (attention_float64, attention_pytorch))
+    truth, pytorch = (
+        f(*heads, causal=True).flatten(2) for f in (attention_float64, attention_pytorch)
+    )
     return got, truth, pytorch
 
 
@@ -65,7 +71,9 @@ KERNELS = {
     "task2 GEMM_NN": gemm_nn,
     "task2 attention": naive_attention,
     **{
-        f"task4 {B_r} x {B_c}, head_dim {d}": lambda rng, device, d=d, tile=(B_r, B_c): _flash(rng, device, d, tile)
+        f"task4 {B_r} x {B_c}, head_dim {d}": lambda rng, device, d=d, tile=(B_r, B_c): _flash(
+            rng, device, d, tile
+        )
         for d in TILES
         for B_r, B_c in TILES[d]
     },

@@ -1,2 +1,2 @@
 #error \
-    "cooperative_groups.h is not available when kernels run on the CPU: use the built-ins and the wrappers in ptx.cuh"
+    "cooperative_groups.h is not available on the CPU: use the built-ins and the wrappers in ptx.cuh"

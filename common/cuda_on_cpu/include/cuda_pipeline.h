@@ -1,2 +1,1 @@
-#error \
-    "cuda_pipeline.h is not available when kernels run on the CPU: use the built-ins and the wrappers in ptx.cuh"
+#error "cuda_pipeline.h is not available on the CPU: use the built-ins and the wrappers in ptx.cuh"

@@ -6,9 +6,7 @@
 
 namespace cuda_on_cpu {
 
-enum class Order { forward,
-                   reverse,
-                   random };
+enum class Order { forward, reverse, random };
 
 struct Settings {
   Order order = Order::forward;
@@ -25,7 +23,7 @@ struct Architecture {
   size_t shared_per_multiprocessor;
   int threads_per_multiprocessor;
   int blocks_per_multiprocessor;
-  int multiprocessors;  // of one well-known GPU: T4, A100, RTX 3090, RTX 4090, H100, B200, RTX PRO 6000
+  int multiprocessors;  // of one GPU: T4, A100, RTX 3090, RTX 4090, H100, B200, RTX PRO 6000
 };
 
 constexpr size_t kSharedWithoutAsking = 48 * 1024;

@@ -104,8 +104,8 @@ const SharedVariable* SharedMemory::nearest(size_t offset) const {
   for (const SharedVariable& v : variables_) {
     if (v.offset <= offset && (!best || v.offset > best->offset)) best = &v;
   }
-  return best ? best : variables_.empty() ? nullptr
-                                          : &variables_.front();
+  if (!best && !variables_.empty()) best = &variables_.front();
+  return best;
 }
 
 }  // namespace cuda_on_cpu

@@ -16,14 +16,19 @@ __global__ void indices(T* out) {
 }
 namespace inner {
 template <class T>
-__global__ void fill(T* out, T value) { out[threadIdx.x] = value; }
+__global__ void fill(T* out, T value) {
+  out[threadIdx.x] = value;
+}
 }  // namespace inner
 }  // namespace shapes
 
-extern "C" cudaError_t launch_3d(int* out, int gx, int gy, int gz, int bx, int by, int bz, cudaStream_t stream) {
-  shapes::indices<2 + (1 > 0), int> /* a comment */
+extern "C" cudaError_t launch_3d(int* out, int gx, int gy, int gz, int bx, int by, int bz,
+                                 cudaStream_t stream) {
+  // clang-format off
+  shapes::indices<2 + (1 > 0), int>  // a comment
       <<<dim3(gx, gy, gz), dim3(bx, by, bz), (1 << 4) >> 4, stream>>>(
-          out);
+          out /* and another */);
+  // clang-format on
   return cudaGetLastError();
 }
 
@@ -35,7 +40,8 @@ extern "C" cudaError_t launch_forms(int* out, cudaStream_t stream) {
   shapes::inner::fill<<<1, 4, 0, stream>>>(out, 5);  // the arguments choose the template
   void (*chosen)(int*, int) = shapes::inner::fill<int>;
   chosen<<<1, 2, 0, stream>>>(out, 7);
-  const char* text = "a string with <<<1, 2>>>(x) and __shared__ in it";  // and a comment with <<<1, 2>>>(x)
+  // A comment with <<<1, 2>>>(x), too.
+  const char* text = "a string with <<<1, 2>>>(x) and __shared__ in it";
   if (text[0] != 'a' || R"(<<<)"[0] != '<' || 1'000 != 1000) return cudaErrorInvalidValue;
   return cudaGetLastError();
 }
@@ -58,7 +64,8 @@ __global__ void shared_kinds(float* out, int n) {
   atomicAdd(&total, rows[t % 4][t / 4]);
   __syncthreads();
   out[t] = total + dynamic[t] + vectors[t % 8].w + counter[1];
-  out[n + t] = (uintptr_t(rows) % 128 == 0) && (uintptr_t(vectors) % 64 == 0) && (uintptr_t(raw) % 16 == 0);
+  out[n + t] =
+      (uintptr_t(rows) % 128 == 0) && (uintptr_t(vectors) % 64 == 0) && (uintptr_t(raw) % 16 == 0);
 }
 
 extern "C" cudaError_t run_shared_kinds(float* out, cudaStream_t stream) {
@@ -180,8 +187,8 @@ __global__ void atomics(int* i, unsigned* u, unsigned long long* ull, float* f, 
   __syncthreads();
   if (threadIdx.x == 0) atomicAdd(&u[3], guarded);
 }
-extern "C" cudaError_t run_atomics(int* i, unsigned* u, unsigned long long* ull, float* f, double* d,
-                                   cudaStream_t stream) {
+extern "C" cudaError_t run_atomics(int* i, unsigned* u, unsigned long long* ull, float* f,
+                                   double* d, cudaStream_t stream) {
   atomics<<<5, 40, 0, stream>>>(i, u, ull, f, d);
   return cudaGetLastError();
 }
@@ -221,11 +228,15 @@ extern "C" cudaError_t run_globals(float* out, cudaStream_t stream) {
 __global__ void intrinsics(float* f, int* i) {
   f[0] = __expf(1.5f), f[1] = exp2f(3.0f), f[2] = __frcp_rn(4.0f), f[3] = rsqrtf(16.0f);
   f[4] = __fmaf_rn(2.0f, 3.0f, 4.0f), f[5] = __fdividef(1.0f, 8.0f), f[6] = max(1.0f, 2.0f);
-  f[7] = min(1.0f, nanf("")), f[8] = __ldg(&f[6]), f[9] = __saturatef(1.5f), f[10] = __int_as_float(0x3f800000);
-  f[11] = fmaxf(-INFINITY, 3.0f), f[12] = __logf(1.0f), f[13] = __powf(2.0f, 5.0f), f[14] = abs(-2.5f);
+  f[7] = min(1.0f, nanf("")), f[8] = __ldg(&f[6]), f[9] = __saturatef(1.5f),
+  f[10] = __int_as_float(0x3f800000);
+  f[11] = fmaxf(-INFINITY, 3.0f), f[12] = __logf(1.0f), f[13] = __powf(2.0f, 5.0f),
+  f[14] = abs(-2.5f);
   i[0] = __popc(0xf0f0u), i[1] = __clz(1), i[2] = __clz(0), i[3] = __ffs(8), i[4] = (int)__brev(1u);
-  i[5] = __float_as_int(1.0f), i[6] = max(-1, 2), i[7] = (int)min(3u, 4u), i[8] = __byte_perm(0x33221100, 0x77665544, 0x7520);
-  i[9] = __float2int_rn(2.5f), i[10] = __mulhi(1 << 30, 8), i[11] = (int)__funnelshift_l(0x80000000u, 1u, 1);
+  i[5] = __float_as_int(1.0f), i[6] = max(-1, 2), i[7] = (int)min(3u, 4u),
+  i[8] = __byte_perm(0x33221100, 0x77665544, 0x7520);
+  i[9] = __float2int_rn(2.5f), i[10] = __mulhi(1 << 30, 8),
+  i[11] = (int)__funnelshift_l(0x80000000u, 1u, 1);
   i[12] = (int)max(3, 4u), i[13] = __popcll(~0ull), i[14] = min(-7ll, 3ll) == -7;
 }
 extern "C" cudaError_t run_intrinsics(float* f, int* i, cudaStream_t stream) {
@@ -251,15 +262,18 @@ __global__ void big_static(float* out) {
   x[threadIdx.x] = y[threadIdx.x] = 1.0f;
   out[threadIdx.x] = x[threadIdx.x];
 }
-extern "C" cudaError_t run_config(char* out, int gx, int gy, int gz, int bx, int by, int bz, int bytes, int ask,
-                                  cudaStream_t stream) {
+extern "C" cudaError_t run_config(char* out, int gx, int gy, int gz, int bx, int by, int bz,
+                                  int bytes, int ask, cudaStream_t stream) {
   if (ask >= 0) {
-    if (cudaError_t e = cudaFuncSetAttribute(nothing, cudaFuncAttributeMaxDynamicSharedMemorySize, ask)) return e;
+    if (cudaError_t e =
+            cudaFuncSetAttribute(nothing, cudaFuncAttributeMaxDynamicSharedMemorySize, ask))
+      return e;
   }
   nothing<<<dim3(gx, gy, gz), dim3(bx, by, bz), bytes, stream>>>(out);
   return cudaGetLastError();
 }
-extern "C" cudaError_t run_big_static(float* out, int which, int dynamic, int ask, cudaStream_t stream) {
+extern "C" cudaError_t run_big_static(float* out, int which, int dynamic, int ask,
+                                      cudaStream_t stream) {
   auto kernel = which == 0 ? big_static<12 * 1024> : big_static<12 * 1024 + 1>;
   if (ask >= 0) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ask);
   kernel<<<1, 1, dynamic, stream>>>(out);
@@ -268,8 +282,11 @@ extern "C" cudaError_t run_big_static(float* out, int which, int dynamic, int as
 
 // ---- and inside a kernel
 
-enum Mistake { FINE, DIVERGENT, DEADLOCK, OVERFLOW_STACK, WILD, DIVIDE, PAST_SHARED, LANE_NOT_IN_MASK, TRAP,
-               RACE_IN_WARP, SAME_OUTPUT, PLAIN_COUNTER, HALF_SYNCWARP, MEMCPY_PAST, BEFORE_TENSOR, MASKS_DIFFER, ASSERTION };
+// clang-format off
+enum Mistake { FINE, DIVERGENT, DEADLOCK, OVERFLOW_STACK, WILD, DIVIDE, PAST_SHARED,
+               LANE_NOT_IN_MASK, TRAP, RACE_IN_WARP, SAME_OUTPUT, PLAIN_COUNTER, HALF_SYNCWARP,
+               MEMCPY_PAST, BEFORE_TENSOR, MASKS_DIFFER, ASSERTION };
+// clang-format on
 
 __device__ __noinline__ float recurse(float* out, int depth) {
   volatile float local[1024];
@@ -294,29 +311,30 @@ __global__ void mistakes(float* out, int mistake, int n, int zero) {
   if (mistake == DEADLOCK && t != 3) __syncthreads();
   if (mistake == OVERFLOW_STACK && t == 3) mine[t] = recurse(out, 1000);
   if (mistake == WILD && t == 5) *reinterpret_cast<float*>(uintptr_t(zero) + 4096) = 1.0f;  // @wild
-  if (mistake == DIVIDE) mine[t] = n / zero;                       // @divide
-  if (mistake == PAST_SHARED && t == 63) x[t + n] = 1.0f;         // @past-shared
-  if (mistake == LANE_NOT_IN_MASK) __syncwarp(0xfffffffeu);       // @lane-not-in-mask
-  if (mistake == TRAP && t == 1) __trap();                        // @trap
+  if (mistake == DIVIDE) mine[t] = n / zero;  // @divide
+  if (mistake == PAST_SHARED && t == 63) x[t + n] = 1.0f;  // @past-shared
+  if (mistake == LANE_NOT_IN_MASK) __syncwarp(0xfffffffeu);  // @lane-not-in-mask
+  if (mistake == TRAP && t == 1) __trap();  // @trap
   if (mistake == RACE_IN_WARP) {
     x[t] = t;
     __shfl_sync(0xffffffffu, t, 0);  // meets, but orders nothing
-    mine[t] = x[t ^ 1];               // @race-in-warp
+    mine[t] = x[t ^ 1];  // @race-in-warp
   }
-  if (mistake == SAME_OUTPUT) out[0] = blockIdx.x;                // @same-output
-  if (mistake == PLAIN_COUNTER) x[0] += 1.0f;                     // @plain-counter
+  if (mistake == SAME_OUTPUT) out[0] = blockIdx.x;  // @same-output
+  if (mistake == PLAIN_COUNTER) x[0] += 1.0f;  // @plain-counter
   if (mistake == HALF_SYNCWARP && t < 32) {
     x[t] = t;  // @half-syncwarp-write
     __syncwarp(t < 16 ? 0xffffu : 0xffff0000u);
     mine[t] = x[t ^ 16];  // @half-syncwarp
   }
   if (mistake == MEMCPY_PAST) memcpy(&x[60], out, n * sizeof(float) * 8);  // @memcpy-past
-  if (mistake == BEFORE_TENSOR) out[-n] = 1.0f;                   // @before-tensor
+  if (mistake == BEFORE_TENSOR) out[-n] = 1.0f;  // @before-tensor
   if (mistake == MASKS_DIFFER && t < 2) __shfl_sync(t == 0 ? 3u : 7u, t, 0);  // @masks-differ
-  assert(mistake != ASSERTION || t < 7);                          // @assertion
+  assert(mistake != ASSERTION || t < 7);  // @assertion
   mine[t] = x[t];
 }
-extern "C" cudaError_t run_mistakes(float* out, int mistake, int blocks, int n, int zero, cudaStream_t stream) {
+extern "C" cudaError_t run_mistakes(float* out, int mistake, int blocks, int n, int zero,
+                                    cudaStream_t stream) {
   mistakes<<<blocks, 64, 0, stream>>>(out, mistake, n, zero);
   return cudaGetLastError();
 }

@@ -44,10 +44,12 @@ extern "C" cudaError_t run_widen(int bf16, float* out, cudaStream_t stream) {
   kernel<<<256, 256, 0, stream>>>(out, 65536);
   return cudaGetLastError();
 }
-extern "C" cudaError_t run_narrow(int bf16, const float* x, void* nearest, void* truncated, int n, cudaStream_t stream) {
+extern "C" cudaError_t run_narrow(int bf16, const float* x, void* nearest, void* truncated, int n,
+                                  cudaStream_t stream) {
   int blocks = (n + 255) / 256;
   if (bf16) {
-    narrow<Bfloat><<<blocks, 256, 0, stream>>>(x, (__nv_bfloat16*)nearest, (__nv_bfloat16*)truncated, n);
+    narrow<Bfloat>
+        <<<blocks, 256, 0, stream>>>(x, (__nv_bfloat16*)nearest, (__nv_bfloat16*)truncated, n);
   } else {
     narrow<Half><<<blocks, 256, 0, stream>>>(x, (__half*)nearest, (__half*)truncated, n);
   }
@@ -55,27 +57,38 @@ extern "C" cudaError_t run_narrow(int bf16, const float* x, void* nearest, void*
 }
 
 template <class F>
-__global__ void arithmetic(const typename F::T* x, const typename F::T* y, const typename F::T* z, typename F::T* out,
-                           int n) {
+__global__ void arithmetic(const typename F::T* x, const typename F::T* y, const typename F::T* z,
+                           typename F::T* out, int n) {
   using T = typename F::T;
   using T2 = typename F::T2;
   int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
   T a = x[i], b = y[i], c = z[i];
-  T row[12] = {a + b, a - b, a * b, a / b, __hfma(a, b, c), __hmax(a, b), __hmin(a, b), hexp(a), hsqrt(__habs(a)), -a};
+  T row[12] = {a + b,
+               a - b,
+               a * b,
+               a / b,
+               __hfma(a, b, c),
+               __hmax(a, b),
+               __hmin(a, b),
+               hexp(a),
+               hsqrt(__habs(a)),
+               -a};
   T2 v = T2(a, b);
   v = __hfma2(v, T2(c, c), T2(b, a));
   row[10] = v.x, row[11] = v.y;
   for (int k = 0; k < 12; ++k) out[i * 12 + k] = row[k];
 }
-extern "C" cudaError_t run_arithmetic(int bf16, const void* x, const void* y, const void* z, void* out, int n,
-                                      cudaStream_t stream) {
+extern "C" cudaError_t run_arithmetic(int bf16, const void* x, const void* y, const void* z,
+                                      void* out, int n, cudaStream_t stream) {
   int blocks = (n + 255) / 256;
   using b = __nv_bfloat16;
   if (bf16) {
-    arithmetic<Bfloat><<<blocks, 256, 0, stream>>>((const b*)x, (const b*)y, (const b*)z, (b*)out, n);
+    arithmetic<Bfloat>
+        <<<blocks, 256, 0, stream>>>((const b*)x, (const b*)y, (const b*)z, (b*)out, n);
   } else {
-    arithmetic<Half><<<blocks, 256, 0, stream>>>((const half*)x, (const half*)y, (const half*)z, (half*)out, n);
+    arithmetic<Half>
+        <<<blocks, 256, 0, stream>>>((const half*)x, (const half*)y, (const half*)z, (half*)out, n);
   }
   return cudaGetLastError();
 }
@@ -95,8 +108,10 @@ __global__ void names(float* out) {
   __syncthreads();
   if (t > 0) return;
   out[0] = f.x, out[1] = f.y, out[2] = __low2float(pair), out[3] = __high2float(pair);
-  out[4] = float(total), out[5] = float(sum[0]), out[6] = __hlt(one, total), out[7] = __heq(one, total);
-  out[8] = __hisnan(T(NAN)), out[9] = one > T(0), out[10] = float(total += T(3)), out[11] = float(__hneg(one));
+  out[4] = float(total), out[5] = float(sum[0]), out[6] = __hlt(one, total),
+  out[7] = __heq(one, total);
+  out[8] = __hisnan(T(NAN)), out[9] = one > T(0), out[10] = float(total += T(3)),
+  out[11] = float(__hneg(one));
 }
 extern "C" cudaError_t run_names(int bf16, float* out, cudaStream_t stream) {
   auto kernel = bf16 ? names<Bfloat> : names<Half>;
@@ -141,8 +156,8 @@ __global__ void mma_tf32(const float* a, const float* b, const float* c, float* 
   mma_m16n8k8_tf32(d_frag, a_frag, b_frag, c_frag);
   for (int i = 0; i < 4; ++i) d[(g + i / 2 * 8) * 8 + t * 2 + i % 2] = d_frag[i];
 }
-extern "C" cudaError_t run_mma(int type, const void* a, const void* b, const float* c, float* d, int b_by_columns,
-                               cudaStream_t stream) {
+extern "C" cudaError_t run_mma(int type, const void* a, const void* b, const float* c, float* d,
+                               int b_by_columns, cudaStream_t stream) {
   using bf = __nv_bfloat16;
   if (type == 0) mma_tf32<<<1, 32, 0, stream>>>((const float*)a, (const float*)b, c, d);
   if (type == 1) mma_16<<<1, 32, 0, stream>>>((const half*)a, (const half*)b, c, d, b_by_columns);
@@ -170,7 +185,8 @@ __global__ void load_matrices(const uint16_t* inp, uint32_t* out, int misalign) 
   ldmatrix_x4_trans(r4, row);
   for (int i = 0; i < 4; ++i) o[10 + i] = r4[i];
 }
-extern "C" cudaError_t run_ldmatrix(const void* inp, void* out, int misalign, int threads, cudaStream_t stream) {
+extern "C" cudaError_t run_ldmatrix(const void* inp, void* out, int misalign, int threads,
+                                    cudaStream_t stream) {
   load_matrices<<<1, threads, 0, stream>>>((const uint16_t*)inp, (uint32_t*)out, misalign);
   return cudaGetLastError();
 }
@@ -180,11 +196,11 @@ extern "C" cudaError_t run_ldmatrix(const void* inp, void* out, int misalign, in
 __global__ void copies(const float* inp, float* out, int shift) {
   __shared__ __align__(16) float x[32];
   int t = threadIdx.x;
-  if (t < 4) cp_async<16>(&x[t * 4], inp + t * 4);                    // 0 .. 15
+  if (t < 4) cp_async<16>(&x[t * 4], inp + t * 4);  // 0 .. 15
   cp_async_commit();
-  if (t < 4) cp_async<8>(&x[16 + t * 2], inp + 16 + t * 2, t != 3);   // 16 .. 23, the last two zeros
+  if (t < 4) cp_async<8>(&x[16 + t * 2], inp + 16 + t * 2, t != 3);  // 16 .. 23, the last two zeros
   cp_async_commit();
-  if (t < 8) cp_async<4>(&x[24 + t], inp + 24 + t + shift, t < 6);    // 24 .. 31, @cp-async
+  if (t < 8) cp_async<4>(&x[24 + t], inp + 24 + t + shift, t < 6);  // 24 .. 31, @cp-async
   cp_async_wait<1>();  // two groups have been committed: the first one has landed
   __syncthreads();
   if (t < 16) out[t] = x[t];

@@ -38,20 +38,20 @@ template <Bug BUG, int T>
 __global__ void gemm(const float* A, const float* B, float* C, int M, int N, int K) {
   constexpr int WIDTH = BUG == GEMM_NARROW_TILE ? T - 1 : T;
   __shared__ float A_tile[T][T], B_tile[T][WIDTH];
-  int row = blockIdx.y * T + threadIdx.y, column = blockIdx.x * T + threadIdx.x;
+  int x = threadIdx.x, y = threadIdx.y, row = blockIdx.y * T + y, column = blockIdx.x * T + x;
   float sum = 0.0f;
   for (int k0 = 0; k0 < K; k0 += T) {
-    bool a_inside = (BUG == GEMM_NO_ROW_CHECK || row < M) && k0 + threadIdx.x < K;
-    bool b_inside = column < N && k0 + threadIdx.y < K;
-    A_tile[threadIdx.y][threadIdx.x] = a_inside ? A[row * K + k0 + threadIdx.x] : 0.0f;       // @gemm-load-a
-    B_tile[threadIdx.y][threadIdx.x] = b_inside ? B[(k0 + threadIdx.y) * N + column] : 0.0f;  // @gemm-load-b
+    bool a_inside = (BUG == GEMM_NO_ROW_CHECK || row < M) && k0 + x < K;
+    bool b_inside = column < N && k0 + y < K;
+    A_tile[y][x] = a_inside ? A[row * K + k0 + x] : 0.0f;       // @gemm-load-a
+    B_tile[y][x] = b_inside ? B[(k0 + y) * N + column] : 0.0f;  // @gemm-load-b
     if (BUG == GEMM_DIVERGENT_BARRIER) {
-      if (threadIdx.x < 8) __syncthreads();
+      if (x < 8) __syncthreads();
     } else if (BUG != GEMM_NO_BARRIER_AFTER_LOAD) {
       __syncthreads();
     }
-    for (int k = 0; k < T; ++k) sum += A_tile[threadIdx.y][k] * B_tile[k][threadIdx.x];  // @gemm-use
-    if (BUG != GEMM_NO_BARRIER_AFTER_USE) __syncthreads();                               // @gemm-second-barrier
+    for (int k = 0; k < T; ++k) sum += A_tile[y][k] * B_tile[k][x];  // @gemm-use
+    if (BUG != GEMM_NO_BARRIER_AFTER_USE) __syncthreads();         // @gemm-second-barrier
   }
   if (row < M && column < N) C[row * N + column] = sum;
 }
@@ -86,7 +86,8 @@ __global__ void softmax(const float* x, float* y, int columns) {
 
 // ---- FlashAttention-2, a thread per query row
 template <Bug BUG, int B_r, int B_c, int D>
-__global__ void flash(const float* Q, const float* K, const float* V, float* O, int S, float scale) {
+__global__ void flash(const float* Q, const float* K, const float* V, float* O, int S,
+                      float scale) {
   __shared__ float K_j[B_c][D], V_j[B_c][D];
   int row = blockIdx.x * B_r + threadIdx.x;
   if (BUG == FLASH_EARLY_RETURN && row >= S) return;
@@ -127,8 +128,8 @@ __global__ void flash(const float* Q, const float* K, const float* V, float* O, 
 
 // ---- FlashAttention-2 with tensor cores: 4 warps of 16 rows, keys double-buffered by cp_async
 template <Bug BUG, int D>
-__global__ void flash_mma(const __nv_bfloat16* Q, const __nv_bfloat16* K, const __nv_bfloat16* V, float* O, int S,
-                          float scale) {
+__global__ void flash_mma(const __nv_bfloat16* Q, const __nv_bfloat16* K, const __nv_bfloat16* V,
+                          float* O, int S, float scale) {
   constexpr int B_r = 64, B_c = 64, PITCH = D + 8;  // + 8: ldmatrix without bank conflicts
   extern __shared__ __align__(16) __nv_bfloat16 tiles[];
   __nv_bfloat16 *Q_i = tiles, *K_j = Q_i + B_r * PITCH, *V_j = K_j + 2 * B_c * PITCH;
@@ -166,7 +167,8 @@ __global__ void flash_mma(const __nv_bfloat16* Q, const __nv_bfloat16* K, const 
 
     if (j == 0) {
       for (int k = 0; k < D / 16; ++k) {
-        ldmatrix_x4(q[k], Q_i + (warp * 16 + lane % 16) * PITCH + k * 16 + lane / 16 * 8);  // @mma-read-q
+        const __nv_bfloat16* row = Q_i + (warp * 16 + lane % 16) * PITCH + k * 16 + lane / 16 * 8;
+        ldmatrix_x4(q[k], row);  // @mma-read-q
       }
     }
     const __nv_bfloat16 *K_now = K_j + now * B_c * PITCH, *V_now = V_j + now * B_c * PITCH;
@@ -175,7 +177,8 @@ __global__ void flash_mma(const __nv_bfloat16* Q, const __nv_bfloat16* K, const 
       for (int e = 0; e < 4; ++e) s[n][e] = 0.0f;
       for (int k = 0; k < D / 16; ++k) {
         uint32_t b[2];
-        ldmatrix_x2(b, K_now + (n * 8 + lane % 8) * PITCH + k * 16 + lane / 8 % 2 * 8);  // @mma-read-k
+        const __nv_bfloat16* row = K_now + (n * 8 + lane % 8) * PITCH + k * 16 + lane / 8 % 2 * 8;
+        ldmatrix_x2(b, row);  // @mma-read-k
         mma_m16n8k16<__nv_bfloat16>(s[n], q[k], b, s[n]);
       }
       for (int e = 0; e < 4; ++e) {
@@ -223,7 +226,8 @@ __global__ void flash_mma(const __nv_bfloat16* Q, const __nv_bfloat16* K, const 
 
 // ---- one query against S keys: 4 warps, a warp per key, combined in shared memory
 template <Bug BUG>
-__global__ void decode(const float* Q, const float* K, const float* V, float* O, int S, float scale) {
+__global__ void decode(const float* Q, const float* K, const float* V, float* O, int S,
+                       float scale) {
   constexpr int D = 64, WARPS = 4, EACH = D / 32;
   __shared__ float m_of[WARPS], l_of[WARPS], o_of[WARPS][D];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -234,7 +238,8 @@ __global__ void decode(const float* Q, const float* K, const float* V, float* O,
     if (BUG != DECODE_SHUFFLE_IN_BRANCH || lane < 16) {
       for (int d = 16; d > 0; d /= 2) s += __shfl_xor_sync(0xffffffffu, s, d);  // @decode-shuffle
     }
-    float m_new = fmaxf(m, s * scale), correction = __expf(m - m_new), p = __expf(s * scale - m_new);
+    float m_new = fmaxf(m, s * scale), correction = __expf(m - m_new),
+          p = __expf(s * scale - m_new);
     l = l * correction + p;
     for (int e = 0; e < EACH; ++e) o[e] = o[e] * correction + p * V[j * D + lane + 32 * e];
     m = m_new;
@@ -255,12 +260,13 @@ __global__ void decode(const float* Q, const float* K, const float* V, float* O,
 
 // ---- launchers: `bug` chooses among the variants of its kernel, anything else is the correct one
 template <Bug BUG>
-static void launch_gemm(const float* A, const float* B, float* C, int M, int N, int K, cudaStream_t stream) {
+static void launch_gemm(const float* A, const float* B, float* C, int M, int N, int K,
+                        cudaStream_t stream) {
   gemm<BUG, 16><<<dim3((N + 15) / 16, (M + 15) / 16), dim3(16, 16), 0, stream>>>(A, B, C, M, N, K);
 }
 
-extern "C" cudaError_t run_gemm(int bug, const float* A, const float* B, float* C, int M, int N, int K,
-                                cudaStream_t stream) {
+extern "C" cudaError_t run_gemm(int bug, const float* A, const float* B, float* C, int M, int N,
+                                int K, cudaStream_t stream) {
   auto launch = launch_gemm<NONE>;
   if (bug == GEMM_NO_BARRIER_AFTER_LOAD) launch = launch_gemm<GEMM_NO_BARRIER_AFTER_LOAD>;
   if (bug == GEMM_NO_BARRIER_AFTER_USE) launch = launch_gemm<GEMM_NO_BARRIER_AFTER_USE>;
@@ -271,7 +277,8 @@ extern "C" cudaError_t run_gemm(int bug, const float* A, const float* B, float* 
   return cudaGetLastError();
 }
 
-extern "C" cudaError_t run_softmax(int bug, const float* x, float* y, int rows, int columns, cudaStream_t stream) {
+extern "C" cudaError_t run_softmax(int bug, const float* x, float* y, int rows, int columns,
+                                   cudaStream_t stream) {
   auto kernel = softmax<NONE>;
   if (bug == SOFTMAX_NO_BARRIER_BEFORE_TREE) kernel = softmax<SOFTMAX_NO_BARRIER_BEFORE_TREE>;
   if (bug == SOFTMAX_NO_BARRIER_IN_TREE) kernel = softmax<SOFTMAX_NO_BARRIER_IN_TREE>;
@@ -284,13 +291,13 @@ extern "C" cudaError_t run_softmax(int bug, const float* x, float* y, int rows, 
 }
 
 template <Bug BUG>
-static void launch_flash(const float* Q, const float* K, const float* V, float* O, int S, float scale,
-                         cudaStream_t stream) {
+static void launch_flash(const float* Q, const float* K, const float* V, float* O, int S,
+                         float scale, cudaStream_t stream) {
   flash<BUG, 32, 32, 16><<<(S + 31) / 32, 32, 0, stream>>>(Q, K, V, O, S, scale);
 }
 
-extern "C" cudaError_t run_flash(int bug, const float* Q, const float* K, const float* V, float* O, int S,
-                                 float scale, cudaStream_t stream) {
+extern "C" cudaError_t run_flash(int bug, const float* Q, const float* K, const float* V, float* O,
+                                 int S, float scale, cudaStream_t stream) {
   auto launch = launch_flash<NONE>;
   if (bug == FLASH_NO_BARRIER_AFTER_LOAD) launch = launch_flash<FLASH_NO_BARRIER_AFTER_LOAD>;
   if (bug == FLASH_NO_BARRIER_AFTER_USE) launch = launch_flash<FLASH_NO_BARRIER_AFTER_USE>;
@@ -300,15 +307,17 @@ extern "C" cudaError_t run_flash(int bug, const float* Q, const float* K, const 
 }
 
 template <Bug BUG>
-static void launch_mma(const __nv_bfloat16* Q, const __nv_bfloat16* K, const __nv_bfloat16* V, float* O, int S,
-                       float scale, cudaStream_t stream) {
+static void launch_mma(const __nv_bfloat16* Q, const __nv_bfloat16* K, const __nv_bfloat16* V,
+                       float* O, int S, float scale, cudaStream_t stream) {
   constexpr int D = 64, bytes = 5 * 64 * (D + 8) * sizeof(__nv_bfloat16);
-  if (cudaFuncSetAttribute(flash_mma<BUG, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return;
+  if (cudaFuncSetAttribute(flash_mma<BUG, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))
+    return;
   flash_mma<BUG, D><<<(S + 63) / 64, 128, bytes, stream>>>(Q, K, V, O, S, scale);
 }
 
-extern "C" cudaError_t run_mma(int bug, const __nv_bfloat16* Q, const __nv_bfloat16* K, const __nv_bfloat16* V,
-                               float* O, int S, float scale, cudaStream_t stream) {
+extern "C" cudaError_t run_mma(int bug, const __nv_bfloat16* Q, const __nv_bfloat16* K,
+                               const __nv_bfloat16* V, float* O, int S, float scale,
+                               cudaStream_t stream) {
   auto launch = launch_mma<NONE>;
   if (bug == MMA_NO_BARRIER_AFTER_WAIT) launch = launch_mma<MMA_NO_BARRIER_AFTER_WAIT>;
   if (bug == MMA_NO_BARRIER_AFTER_USE) launch = launch_mma<MMA_NO_BARRIER_AFTER_USE>;
@@ -318,8 +327,8 @@ extern "C" cudaError_t run_mma(int bug, const __nv_bfloat16* Q, const __nv_bfloa
   return cudaGetLastError();
 }
 
-extern "C" cudaError_t run_decode(int bug, const float* Q, const float* K, const float* V, float* O, int S,
-                                  float scale, cudaStream_t stream) {
+extern "C" cudaError_t run_decode(int bug, const float* Q, const float* K, const float* V, float* O,
+                                  int S, float scale, cudaStream_t stream) {
   auto kernel = decode<NONE>;
   if (bug == DECODE_NO_BARRIER) kernel = decode<DECODE_NO_BARRIER>;
   if (bug == DECODE_SHUFFLE_IN_BRANCH) kernel = decode<DECODE_SHUFFLE_IN_BRANCH>;
