@@ -16,7 +16,8 @@ without -fsanitize=thread).
 What it does not do: wgmma, TMA, clusters, cooperative groups, textures, launches from kernels; a
 kernel that spins on a plain or volatile variable until another thread writes it never ends (spinning
 with atomicCAS is fine); registers are not counted, so neither __launch_bounds__ nor occupancy limits
-them; races between blocks are no longer looked for after the first __threadfence() of a launch.
+them; races between blocks are no longer looked for after the first __threadfence() of a launch, nor
+in tensors over 4 MiB. Threads that write the same value to one place are reported as a race too.
 """
 
 from common.cuda_on_cpu.rewriter import RewriteError, rewrite

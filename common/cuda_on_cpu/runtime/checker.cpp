@@ -85,8 +85,8 @@ std::string overrun(const SharedVariable& variable, uintptr_t begin, uintptr_t a
                     size_t bytes, Access access) {
   const SharedDeclaration& d = variable.declaration;
   std::string name = format("shared memory '%s'", d.name);
-  if (address >= begin && d.extents[1] == 0 &&
-      d.element_bytes > 0) {  // one dimension: say which element
+  bool one_dimension = d.element_bytes > 0 && d.extents[1] == 0;
+  if (one_dimension && address >= begin) {
     name += format(", element %zu of %zu,", (address - begin) / d.element_bytes, d.extents[0]);
   }
   return overrun(name, d.bytes, begin, address, bytes, access);

@@ -10,12 +10,10 @@ cudaError_t set_max_dynamic_shared(const void* kernel, int bytes) {
   std::lock_guard<std::mutex> guard(launch_lock());
   const Architecture& arch = architecture(settings().arch);
   if (bytes < 0 || size_t(bytes) > arch.shared_per_block) {
-    set_host_error(
-        cudaErrorInvalidValue,
-        format(
-            "too much shared memory: cudaFuncSetAttribute asks for %d bytes, and a block on sm_%d has "
-            "at most %zu",
-            bytes, arch.number, arch.shared_per_block));
+    set_host_error(cudaErrorInvalidValue,
+                   format("too much shared memory: cudaFuncSetAttribute asks for %d bytes, and a "
+                          "block on sm_%d has at most %zu",
+                          bytes, arch.number, arch.shared_per_block));
     return cudaErrorInvalidValue;
   }
   grant_dynamic_shared(kernel, bytes);

@@ -24,24 +24,20 @@ void* Worker::shared_variable(int site, const SharedDeclaration& declaration, co
       static_bytes + dynamic_bytes <= launch->max_shared_bytes) {
     return address;
   }
+  std::string what;
   if (!address || static_bytes > kSharedWithoutAsking) {
-    fail(
-        cudaErrorInvalidConfiguration,
-        format(
-            "too much shared memory: with '%s' (%zu bytes) the kernel declares %zu bytes, and static shared "
-            "memory is at most %zu; use extern __shared__ for more",
-            declaration.name, declaration.bytes, static_bytes, kSharedWithoutAsking),
-        format("%s:%d", file, line));
+    what = format("with '%s' (%zu bytes) the kernel declares %zu bytes, and static shared memory is "
+                  "at most %zu; use extern __shared__ for more",
+                  declaration.name, declaration.bytes, static_bytes, kSharedWithoutAsking);
+  } else {
+    what = format("%zu bytes static and %zu dynamic, and a block has at most %zu%s", static_bytes,
+                  dynamic_bytes, launch->max_shared_bytes,
+                  launch->max_shared_bytes == kSharedWithoutAsking
+                      ? " (more with cudaFuncAttributeMaxDynamicSharedMemorySize)"
+                      : format(" on sm_%d", launch->arch.number).c_str());
   }
-  fail(
-      cudaErrorInvalidConfiguration,
-      format(
-          "too much shared memory: %zu bytes static and %zu dynamic, and a block has at most %zu%s",
-          static_bytes, dynamic_bytes, launch->max_shared_bytes,
-          launch->max_shared_bytes == kSharedWithoutAsking
-              ? " (more with cudaFuncAttributeMaxDynamicSharedMemorySize)"
-              : format(" on sm_%d", launch->arch.number).c_str()),
-      format("%s:%d", file, line));
+  fail(cudaErrorInvalidConfiguration, "too much shared memory: " + what,
+       format("%s:%d", file, line));
 }
 
 int barrier(BarrierResult wanted, bool predicate, const char* file, int line) {

@@ -74,9 +74,8 @@ std::string wrong_configuration(const LaunchConfig& config, long granted, const 
   code = cudaErrorInvalidValue;
   size_t dynamic = config.dynamic_shared_bytes;
   if (dynamic > arch.shared_per_block) {
-    return format(
-        "too much shared memory: %zu bytes of dynamic shared memory, and a block on sm_%d has at most %zu",
-        dynamic, arch.number, arch.shared_per_block);
+    return format("too much shared memory: %zu bytes dynamic, and a block on sm_%d has at most %zu",
+                  dynamic, arch.number, arch.shared_per_block);
   }
   if (dynamic > kSharedWithoutAsking && long(dynamic) > granted) {
     return format(

@@ -14,7 +14,8 @@ extern "C" void cuda_on_cpu_configure(const char* name, const char* value) {
   auto is = [name](const char* setting) { return std::strcmp(name, setting) == 0; };
   if (is("order")) {
     bool forward = std::strcmp(value, "forward") == 0, reverse = std::strcmp(value, "reverse") == 0;
-    s.order = forward ? Order::forward : reverse ? Order::reverse : Order::random;
+    s.order = forward ? Order::forward : reverse ? Order::reverse
+                                                 : Order::random;
   }
   if (is("seed")) s.seed = std::strtoull(value, nullptr, 10);
   if (is("eager_copies")) s.eager_copies = std::strcmp(value, "0") != 0;

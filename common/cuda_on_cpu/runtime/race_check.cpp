@@ -52,8 +52,8 @@ Conflict record_access(Cell* cells, size_t bytes, Access access, const Fiber& th
                        bool blocks_are_ordered) {
   const Judge judge{thread, first_block, blocks_are_ordered};
   const Worker& worker = *thread.worker;
-  Stamp now{worker.block_serial,   worker.phase,
-            thread.clock,          uint32_t(reinterpret_cast<uintptr_t>(pc)),
+  Stamp now{worker.block_serial, worker.phase,
+            thread.clock, uint32_t(reinterpret_cast<uintptr_t>(pc)),
             uint16_t(thread.rank), access};
   for (size_t i = 0; i < bytes; ++i) {
     Cell& cell = cells[i];

@@ -15,7 +15,11 @@ namespace cuda_on_cpu {
 
 struct Fiber;
 
-enum class Access : uint8_t { none, read, write, atomic, copy_in_flight };
+enum class Access : uint8_t { none,
+                              read,
+                              write,
+                              atomic,
+                              copy_in_flight };
 
 /// One access to one byte.
 struct Stamp {

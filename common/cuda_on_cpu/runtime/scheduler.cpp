@@ -226,12 +226,10 @@ int Worker::barrier(BarrierResult wanted, bool predicate, const char* file, int 
     barrier_ = {0, 0, file, line, me.rank};
   } else if (barrier_.line != line || std::strcmp(barrier_.file, file) != 0) {
     const Fiber& first = *fibers_[barrier_.first];
-    fail(
-        format(
-            "divergent __syncthreads(): thread %s waits at %s:%d, and thread %s has come to another one; "
-            "every thread of the block must reach the same barrier",
-            show(first.index).c_str(), barrier_.file, barrier_.line, show(me.index).c_str()),
-        file, line);
+    fail(format("divergent __syncthreads(): thread %s waits at %s:%d, and thread %s has come to "
+                "another one; every thread of the block must reach the same barrier",
+                show(first.index).c_str(), barrier_.file, barrier_.line, show(me.index).c_str()),
+         file, line);
   }
   ++barrier_.arrived;
   barrier_.votes += predicate;

@@ -6,7 +6,9 @@
 
 namespace cuda_on_cpu {
 
-enum class Order { forward, reverse, random };
+enum class Order { forward,
+                   reverse,
+                   random };
 
 struct Settings {
   Order order = Order::forward;

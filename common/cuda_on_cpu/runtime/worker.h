@@ -29,7 +29,12 @@ using WarpFunction = void (*)(void* const* arguments, unsigned lanes);
 
 /// A thread of the block.
 struct Fiber : ThreadContext {
-  enum class State : uint8_t { ready, at_barrier, in_collective, returned };
+  enum class State : uint8_t {
+    ready,
+    at_barrier,
+    in_collective,
+    returned
+  };
 
   Fiber(Worker* owner, Stack memory, size_t rank_) : worker(owner), stack(memory) {
     rank = unsigned(rank_);

@@ -285,7 +285,7 @@ extern "C" cudaError_t run_big_static(float* out, int which, int dynamic, int as
 // clang-format off
 enum Mistake { FINE, DIVERGENT, DEADLOCK, OVERFLOW_STACK, WILD, DIVIDE, PAST_SHARED,
                LANE_NOT_IN_MASK, TRAP, RACE_IN_WARP, SAME_OUTPUT, PLAIN_COUNTER, HALF_SYNCWARP,
-               MEMCPY_PAST, BEFORE_TENSOR, MASKS_DIFFER, ASSERTION };
+               MEMCPY_PAST, BEFORE_TENSOR, MASKS_DIFFER, ASSERTION, GPU_ONLY };
 // clang-format on
 
 __device__ __noinline__ float recurse(float* out, int depth) {
@@ -330,6 +330,9 @@ __global__ void mistakes(float* out, int mistake, int n, int zero) {
   if (mistake == MEMCPY_PAST) memcpy(&x[60], out, n * sizeof(float) * 8);  // @memcpy-past
   if (mistake == BEFORE_TENSOR) out[-n] = 1.0f;  // @before-tensor
   if (mistake == MASKS_DIFFER && t < 2) __shfl_sync(t == 0 ? 3u : 7u, t, 0);  // @masks-differ
+#ifndef __CUDACC__  // what a wrapper calls for an instruction that is not emulated
+  if (mistake == GPU_ONLY) cuda_on_cpu::gpu_only("wgmma.mma_async", __FILE__, __LINE__);  // @gpu-only
+#endif
   assert(mistake != ASSERTION || t < 7);  // @assertion
   mine[t] = x[t];
 }

@@ -205,8 +205,10 @@ CUDA_ON_CPU_BINARY(__hadd_rn, __hadd2_rn, a + b)
 CUDA_ON_CPU_BINARY(__hsub_rn, __hsub2_rn, a - b)
 CUDA_ON_CPU_BINARY(__hmul_rn, __hmul2_rn, a* b)
 // A NaN loses, even a signalling one (with which fmaxf would answer NaN).
-CUDA_ON_CPU_BINARY(__hmax, __hmax2, a != a ? b : b != b || a > b ? a : b)
-CUDA_ON_CPU_BINARY(__hmin, __hmin2, a != a ? b : b != b || a < b ? a : b)
+CUDA_ON_CPU_BINARY(__hmax, __hmax2, a != a ? b : b != b || a > b ? a
+                                                                 : b)
+CUDA_ON_CPU_BINARY(__hmin, __hmin2, a != a ? b : b != b || a < b ? a
+                                                                 : b)
 #undef CUDA_ON_CPU_BINARY
 
 template <class Format>
@@ -258,7 +260,8 @@ inline bool __hisnan(cuda_on_cpu::Float16<Format> x) {
 }
 template <class Format>
 inline int __hisinf(cuda_on_cpu::Float16<Format> x) {
-  return float(x) == INFINITY ? 1 : float(x) == -INFINITY ? -1 : 0;
+  return float(x) == INFINITY ? 1 : float(x) == -INFINITY ? -1
+                                                          : 0;
 }
 
 template <class Format>

@@ -69,7 +69,10 @@ void launch_blocks(const LaunchConfig& config, const LaunchSite& site, ThreadBod
                    void* argument);
 
 // ---- block
-enum class BarrierResult { none, any, all, count };
+enum class BarrierResult { none,
+                           any,
+                           all,
+                           count };
 int barrier(BarrierResult wanted, bool predicate, const char* file, int line);
 void fence();
 void yield();
@@ -111,7 +114,9 @@ unsigned warp_match(unsigned mask, uint64_t value, const char* file, int line);
 unsigned warp_active_mask();
 
 // ---- tensor cores and asynchronous copies (ptx.cuh)
-enum class MmaType { bf16, f16, tf32 };
+enum class MmaType { bf16,
+                     f16,
+                     tf32 };
 void mma_16x8(MmaType type, float* d, const uint32_t* a, const uint32_t* b, const float* c,
               const char* file, int line);
 void ldmatrix(int matrices, bool transposed, uint32_t* registers, const void* row, const char* file,
