@@ -138,7 +138,7 @@ def flash_attention_decode(
     if not (batch and heads):
         return out
     if num_splits is None:
-        num_splits = choose_num_splits(batch * heads, kv_len, _multiprocessors(q.device))
+        num_splits = choose_num_splits(batch * heads, kv_len, multiprocessors(q.device))
     partial_out = partial_lse = None
     if num_splits > 1:
         partial_out = torch.empty(batch, heads, num_splits, head_dim, device=q.device)
@@ -154,7 +154,8 @@ def flash_attention_decode(
     return out
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has; 1 for the CPU, where nothing is gained by splitting."""
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"

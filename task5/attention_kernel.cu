@@ -217,10 +217,7 @@ extern "C" cudaError_t update_kv_cache(void* k_cache, void* v_cache, const void*
   });
 }
 
-#ifndef B_C_
-#define B_C_ 4
-#endif
-constexpr int B_C = B_C_;  // keys that a group of threads has in flight, to be tuned
+constexpr int B_C = 4;  // keys that a group of threads has in flight, to be tuned
 
 // partial_out, partial_lse: scratch for num_splits > 1, else null
 extern "C" cudaError_t flash_attention_decode(const void* q, const void* k, const void* v, void* out,

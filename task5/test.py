@@ -281,21 +281,23 @@ def generation_speed(device, report):
 
 
 DECODE_SPEEDS = {
-    "decode B16, 1,024 keys": (16, 1024),
-    "decode B1, 1,024 keys": (1, 1024),
-    "decode B1, 32,768 keys": (1, 32768),
+    "decode B16, 1,024 keys": (16, 1024, torch.float32),
+    "decode B1, 1,024 keys": (1, 1024, torch.float32),
+    "decode B1, 32,768 keys": (1, 32768, torch.float32),
+    "decode B16, 1,024 keys, bfloat16": (16, 1024, BFLOAT),
 }
 
 
 @suite.measurement("decode kernel alone", fields=list(DECODE_SPEEDS))
 def decode_speed(device, report):
     d = HIDDEN // HEADS
-    for name, (batch, kv_len) in DECODE_SPEEDS.items():
-        q = torch.randn(batch, 1, HEADS, d, device=device)
-        k, v = (torch.randn(batch, kv_len, HEADS, d, device=device) for _ in range(2))
+    for name, (batch, kv_len, dtype) in DECODE_SPEEDS.items():
+        q, k, v = (
+            torch.randn(batch, n, HEADS, d, device=device).to(dtype) for n in (1, kv_len, kv_len)
+        )
         times = _time_decode(q, k, v)
         splits = attention.choose_num_splits(
-            batch * HEADS, kv_len, attention._multiprocessors(device)
+            batch * HEADS, kv_len, attention.multiprocessors(device)
         )
         report.add(
             Speed(

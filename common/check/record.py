@@ -254,7 +254,10 @@ def sources_hash(patterns: Sequence[str], root: Path = ROOT) -> str:
 
 
 def git_commit(root: Path = ROOT) -> tuple[str | None, bool]:
-    """The commit's short hash and whether files differ from it; (None, False) outside of git.
+    """The commit's short hash and whether files differ from it.
+
+    Outside of git, in a tree that was copied to a compute node, the environment variable GIT_COMMIT says it;
+    otherwise (None, False).
 
     Results.md and the records do not count: grading itself writes them.
     """
@@ -262,7 +265,7 @@ def git_commit(root: Path = ROOT) -> tuple[str | None, bool]:
         commit = _git(root, "rev-parse", "--short=12", "HEAD").strip()
         changed = _git(root, "status", "--porcelain", "--", ".", ":!Results.md", ":!common/records")
     except (OSError, subprocess.SubprocessError):
-        return None, False
+        return os.environ.get("GIT_COMMIT"), False
     return commit, bool(changed.strip())
 
 

@@ -336,6 +336,7 @@ def test_errors_do_not_outlive_their_launch():
     assert runtime().take_error() is None
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_can_launch():
     with using(threads=2):
         mistake("FINE")  # the pool's threads exist now, and will not in the child
