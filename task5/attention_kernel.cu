@@ -75,17 +75,21 @@ struct Load4<float> {
 
 __device__ __forceinline__ float dot4(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
 
-// row[first ... first + 3], zeros past head_dim
+// row[first ... first + 3], zeros past head_dim; not converted yet, because that would wait for the load.
 template <typename T>
-__device__ __forceinline__ float4 read4(const T* row, int first, int head_dim, bool vectors) {
-  if (vectors && first < head_dim) {
-    const auto word = *reinterpret_cast<const typename Load4<T>::Word*>(row + first);
-    const T* x = reinterpret_cast<const T*>(&word);
-    return make_float4(to_float(x[0]), to_float(x[1]), to_float(x[2]), to_float(x[3]));
-  }
-  float x[4];
-  for (int i = 0; i < 4; ++i) x[i] = first + i < head_dim ? to_float(row[first + i]) : 0.0f;
-  return make_float4(x[0], x[1], x[2], x[3]);
+__device__ __forceinline__ typename Load4<T>::Word read4(const T* row, int first, int head_dim, bool vectors) {
+  using Word = typename Load4<T>::Word;
+  if (vectors && first < head_dim) return *reinterpret_cast<const Word*>(row + first);
+  Word word = {};
+  for (int i = 0; i < 4; ++i)
+    if (first + i < head_dim) reinterpret_cast<T*>(&word)[i] = row[first + i];
+  return word;
+}
+
+template <typename T>
+__device__ __forceinline__ float4 convert4(typename Load4<T>::Word word) {
+  const T* x = reinterpret_cast<const T*>(&word);
+  return make_float4(to_float(x[0]), to_float(x[1]), to_float(x[2]), to_float(x[3]));
 }
 
 template <int B_c, int HEAD_DIM, typename T>
@@ -108,14 +112,14 @@ __global__ void __launch_bounds__(THREADS) flash_attention_decode_kernel(Decode<
   const int64_t part = (int64_t(b) * a.heads + head) * gridDim.x + split;
   // BEGIN SOLUTION
   const float factor = a.scale * LOG2_E;
-  float4 query = read4(q, first, a.head_dim, a.vectors);
+  float4 query = convert4<T>(read4(q, first, a.head_dim, a.vectors));
   query = make_float4(factor * query.x, factor * query.y, factor * query.z, factor * query.w);
   float m_i = -INFINITY, l_i = 0.0f;
   float4 O_i = {};
 
   for (int col_0 = begin; col_0 < end; col_0 += GROUPS * B_c) {  // as often for every thread: the shuffles need all
     float S[B_c];
-    float4 key[B_c], value[B_c];
+    typename Load4<T>::Word key[B_c], value[B_c];
 #pragma unroll
     for (int c = 0; c < B_c; ++c) {  // all loads are under way before the first is used
       const int j = min(col_0 + c * GROUPS + group, end - 1);
@@ -125,7 +129,7 @@ __global__ void __launch_bounds__(THREADS) flash_attention_decode_kernel(Decode<
     float m_new = m_i;
 #pragma unroll
     for (int c = 0; c < B_c; ++c) {
-      S[c] = dot4(query, key[c]);
+      S[c] = dot4(query, convert4<T>(key[c]));
       for (int lane = GROUP / 2; lane > 0; lane /= 2) S[c] += __shfl_xor_sync(~0u, S[c], lane);
       if (col_0 + c * GROUPS + group >= end) S[c] = -INFINITY;
       m_new = fmaxf(m_new, S[c]);
@@ -138,11 +142,9 @@ __global__ void __launch_bounds__(THREADS) flash_attention_decode_kernel(Decode<
 #pragma unroll
     for (int c = 0; c < B_c; ++c) {
       const float P = exp2f(S[c] - shift);
+      const float4 v_c = convert4<T>(value[c]);
       l_i += P;
-      O_i.x = fmaf(P, value[c].x, O_i.x);
-      O_i.y = fmaf(P, value[c].y, O_i.y);
-      O_i.z = fmaf(P, value[c].z, O_i.z);
-      O_i.w = fmaf(P, value[c].w, O_i.w);
+      O_i = make_float4(fmaf(P, v_c.x, O_i.x), fmaf(P, v_c.y, O_i.y), fmaf(P, v_c.z, O_i.z), fmaf(P, v_c.w, O_i.w));
     }
   }
 
