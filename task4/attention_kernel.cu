@@ -33,12 +33,12 @@ struct Attention {
   bool causal;
 };
 
-// Shared memory of a block, in floats. Rows that neighbouring threads read side by side are 4 floats longer than their
-// contents: 16-byte reads of 8 consecutive rows then fall into 32 different banks.
+// Shared memory of a block, in floats. Neighbouring threads read neighbouring rows of K_j, so these are 4 floats longer
+// than their contents: 16-byte reads of 8 consecutive rows then fall into 32 different banks.
 template <int B_r, int B_c, int HEAD_DIM>
 struct Tiles {
-  static constexpr int Q_ROW = HEAD_DIM + 4, K_ROW = HEAD_DIM + 4, V_ROW = HEAD_DIM, P_ROW = B_c + 4;
-  static constexpr int Q = 0, K = Q + B_r * Q_ROW, V = K + B_c * K_ROW, P = V + B_c * V_ROW, SIZE = P + B_r * P_ROW;
+  static constexpr int K_ROW = HEAD_DIM + 4;
+  static constexpr int Q = 0, K = Q + B_r * HEAD_DIM, V = K + B_c * K_ROW, P = V + B_c * HEAD_DIM, SIZE = P + B_r * B_c;
   static_assert(B_r % LANES == 0 && B_c % LANES == 0, "B_r and B_c must be multiples of 16");
   static_assert(HEAD_DIM % 64 == 0, "a row of V must be a whole number of 16 x float4");
 };
@@ -53,15 +53,39 @@ __device__ __forceinline__ float dot4(float4 a, float4 b, float sum) {
 }
 
 // tile[r][e] = factor * rows[first + r][e]; zeros where the row is not in [0, end) or e is past head_dim
-template <int ROWS, int HEAD_DIM, int ROW, typename T>
+template <int ROWS, int HEAD_DIM, typename T>
 __device__ __forceinline__ void load_tile(float* tile, const T* rows, int64_t row_stride, int first, int end,
                                           int head_dim, float factor) {
   for (int i = threadIdx.y * LANES + threadIdx.x; i < ROWS * HEAD_DIM; i += LANES * LANES) {
     const int r = i / HEAD_DIM, e = i % HEAD_DIM;
     const bool inside = first + r < end && e < head_dim;
-    tile[r * ROW + e] = inside ? factor * to_float(rows[(first + r) * row_stride + e]) : 0.0f;
+    tile[i] = inside ? factor * to_float(rows[(first + r) * row_stride + e]) : 0.0f;
   }
 }
+
+// The same in two halves, for a tile of B_c rows that is on its way while the block computes: fetch() starts the loads into
+// registers, store() waits for them. 16-bit values are converted by store(), because converting waits too.
+template <int B_c, int HEAD_DIM, typename T>
+struct Prefetch {
+  static constexpr int N = B_c * HEAD_DIM / (LANES * LANES);
+  T x[N];
+
+  __device__ __forceinline__ void fetch(const T* rows, int64_t row_stride, int first, int end, int head_dim) {
+    const int t = threadIdx.y * LANES + threadIdx.x;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const int r = (t + n * LANES * LANES) / HEAD_DIM, e = t % HEAD_DIM;
+      x[n] = first + r < end && e < head_dim ? rows[(first + r) * row_stride + e] : from_float<T>(0.0f);
+    }
+  }
+
+  template <int ROW>
+  __device__ __forceinline__ void store(float* tile) const {
+    const int t = threadIdx.y * LANES + threadIdx.x;
+#pragma unroll
+    for (int n = 0; n < N; ++n) tile[(t + n * LANES * LANES) / HEAD_DIM * ROW + t % HEAD_DIM] = to_float(x[n]);
+  }
+};
 
 template <int B_r, int B_c, int HEAD_DIM, typename T>
 __global__ void __launch_bounds__(LANES* LANES) flashattention_kernel(Attention<T> a) {
@@ -88,14 +112,16 @@ __global__ void __launch_bounds__(LANES* LANES) flashattention_kernel(Attention<
   float m_i[ROWS], l_i[ROWS] = {};    // l_i: this thread's columns only; the 16 parts are added at the end
   for (int r = 0; r < ROWS; ++r) m_i[r] = -INFINITY;
 
-  load_tile<B_r, HEAD_DIM, Tile::Q_ROW>(Q_i, q, a.q_strides.row, row_0, a.q_len, a.head_dim, a.scale * LOG2_E);
+  load_tile<B_r, HEAD_DIM>(Q_i, q, a.q_strides.row, row_0, a.q_len, a.head_dim, a.scale * LOG2_E);
 
+  const int begin = leftpad / B_c * B_c;
   const int end = a.causal ? min(seqlen, min(row_0 + B_r, a.q_len) + diagonal) : seqlen;  // tiles past it are skipped
-  for (int col_0 = leftpad / B_c * B_c; col_0 < end; col_0 += B_c) {                      // line 6
-    __syncthreads();  // the previous K_j and V_j are consumed
-    load_tile<B_c, HEAD_DIM, Tile::K_ROW>(K_j, k, a.k_strides.row, col_0, seqlen, a.head_dim, 1.0f);
-    load_tile<B_c, HEAD_DIM, Tile::V_ROW>(V_j, v, a.v_strides.row, col_0, seqlen, a.head_dim, 1.0f);  // line 7
-    __syncthreads();  // Q_i, K_j and V_j are complete
+  Prefetch<B_c, HEAD_DIM, T> next;
+  next.fetch(k, a.k_strides.row, begin, seqlen, a.head_dim);
+  for (int col_0 = begin; col_0 < end; col_0 += B_c) {  // line 6
+    next.template store<Tile::K_ROW>(K_j);
+    __syncthreads();                                           // K_j (and Q_i) complete; V_j and P of the last round consumed
+    next.fetch(v, a.v_strides.row, col_0, seqlen, a.head_dim);  // line 7: V_j comes while S is computed
 
     float S[ROWS][COLS] = {};
 #pragma unroll 4
@@ -105,7 +131,7 @@ __global__ void __launch_bounds__(LANES* LANES) flashattention_kernel(Attention<
       for (int c = 0; c < COLS; ++c) key[c] = load4(&K_j[(tx + LANES * c) * Tile::K_ROW + e]);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const float4 query = load4(&Q_i[(ty + LANES * r) * Tile::Q_ROW + e]);
+        const float4 query = load4(&Q_i[(ty + LANES * r) * HEAD_DIM + e]);
 #pragma unroll
         for (int c = 0; c < COLS; ++c) S[r][c] = dot4(query, key[c], S[r][c]);
       }
@@ -131,7 +157,7 @@ __global__ void __launch_bounds__(LANES* LANES) flashattention_kernel(Attention<
       for (int c = 0; c < COLS; ++c) {
         const float P = exp2f(S[r][c] - shift);
         l_i[r] += P;
-        P_s[(ty + LANES * r) * Tile::P_ROW + tx + LANES * c] = P;
+        P_s[(ty + LANES * r) * B_c + tx + LANES * c] = P;
       }
 #pragma unroll
       for (int quad = 0; quad < QUADS; ++quad) {
@@ -139,19 +165,21 @@ __global__ void __launch_bounds__(LANES* LANES) flashattention_kernel(Attention<
         o = make_float4(rescale * o.x, rescale * o.y, rescale * o.z, rescale * o.w);
       }
     }
-    __syncwarp();  // a row of P is written and read by the same half warp
+    next.template store<HEAD_DIM>(V_j);
+    __syncthreads();  // V_j and P complete, K_j consumed
+    if (col_0 + B_c < end) next.fetch(k, a.k_strides.row, col_0 + B_c, seqlen, a.head_dim);  // while P V_j is computed
 
-#pragma unroll 2
+#pragma unroll 4
     for (int c = 0; c < B_c; c += 4) {  // line 10
       float P[ROWS][4];
 #pragma unroll
       for (int r = 0; r < ROWS; ++r)
-        *reinterpret_cast<float4*>(P[r]) = load4(&P_s[(ty + LANES * r) * Tile::P_ROW + c]);
+        *reinterpret_cast<float4*>(P[r]) = load4(&P_s[(ty + LANES * r) * B_c + c]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
         for (int quad = 0; quad < QUADS; ++quad) {
-          const float4 value = load4(&V_j[(c + i) * Tile::V_ROW + 4 * (tx + LANES * quad)]);
+          const float4 value = load4(&V_j[(c + i) * HEAD_DIM + 4 * (tx + LANES * quad)]);
 #pragma unroll
           for (int r = 0; r < ROWS; ++r) {
             float4& o = O_i[r][quad];
@@ -201,8 +229,7 @@ static cudaError_t launch_tile(const Attention<T>& a, cudaStream_t stream) {
 // The tiles that are compiled. attention.py picks one of them; to try another, add it here and there.
 template <int HEAD_DIM, typename T>
 static cudaError_t launch(int B_r, int B_c, const Attention<T>& a, cudaStream_t stream) {
-  constexpr int WIDE = HEAD_DIM == 64 ? 64 : 32;  // columns that the shared memory has room for beside 128 rows of Q_i
-  if (B_r == 128 && B_c == WIDE) return launch_tile<128, WIDE, HEAD_DIM>(a, stream);
+  if (B_r == 128 && B_c == 64) return launch_tile<128, 64, HEAD_DIM>(a, stream);
   if (B_r == 32 && B_c == 32) return launch_tile<32, 32, HEAD_DIM>(a, stream);
   return cudaErrorInvalidValue;
 }
