@@ -114,11 +114,10 @@ __global__ void __launch_bounds__(LANES* LANES) flashattention_kernel(Attention<
 
   load_tile<B_r, HEAD_DIM>(Q_i, q, a.q_strides.row, row_0, a.q_len, a.head_dim, a.scale * LOG2_E);
 
-  const int begin = leftpad / B_c * B_c;
   const int end = a.causal ? min(seqlen, min(row_0 + B_r, a.q_len) + diagonal) : seqlen;  // tiles past it are skipped
   Prefetch<B_c, HEAD_DIM, T> next;
-  next.fetch(k, a.k_strides.row, begin, seqlen, a.head_dim);
-  for (int col_0 = begin; col_0 < end; col_0 += B_c) {  // line 6
+  next.fetch(k, a.k_strides.row, leftpad, seqlen, a.head_dim);
+  for (int col_0 = leftpad; col_0 < end; col_0 += B_c) {  // line 6; what lies in the padding is not even read
     next.template store<Tile::K_ROW>(K_j);
     __syncthreads();                                           // K_j (and Q_i) complete; V_j and P of the last round consumed
     next.fetch(v, a.v_strides.row, col_0, seqlen, a.head_dim);  // line 7: V_j comes while S is computed
@@ -144,7 +143,7 @@ __global__ void __launch_bounds__(LANES* LANES) flashattention_kernel(Attention<
 #pragma unroll
       for (int c = 0; c < COLS; ++c) {
         const int col = col_0 + tx + LANES * c;
-        const bool seen = col >= leftpad && col < seqlen && (!a.causal || col <= row + diagonal);
+        const bool seen = col < seqlen && (!a.causal || col <= row + diagonal);
         S[r][c] = seen ? S[r][c] : -INFINITY;
         m_new = fmaxf(m_new, S[r][c]);
       }

@@ -8,7 +8,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from common.check import Case, Speed, Suite, assert_close, fit_batch, measure
-from common.check.attention import all_alike, attention_float64, attention_pytorch
+from common.check.attention import (
+    all_alike,
+    attention_float64,
+    attention_pytorch,
+    hide_invisible,
+)
 from task4 import attention
 from task4.attention import TILES, CustomFlashAttention, custom_flash_attention, flash_attention
 
@@ -95,27 +100,26 @@ def kernel_matches_float64(case, device, rng):
         if name in v:
             visible[argument] = torch.tensor(v[name], dtype=torch.int32, device=device)
     tile = attention.choose_tile(case.head_dim, case.q_len, device)
-    if (
-        "large_tile" in v and device.type == "cpu"
-    ):  # a GPU takes the largest that it has room for by itself
+    # A GPU takes the largest tile that it has room for by itself; on the CPU the case asks for it.
+    if "large_tile" in v and device.type == "cpu":
         tile = TILES[case.head_dim][0]
-    got = flash_attention(q, k, value, **visible, tile=tile)
     B_r, B_c = tile
+    truth, pytorch = (f(q, k, value, **visible) for f in (attention_float64, attention_pytorch))
+    inputs = q, k.clone(), value.clone()
+    hide_invisible(k, value, **visible)
     assert_close(
-        got,
-        attention_float64(q, k, value, **visible),
-        attention_pytorch(q, k, value, **visible),
+        flash_attention(q, k, value, **visible, tile=tile),
+        truth,
+        pytorch,
         axes=("batch", "row", "head", "column"),
         tile={"row": B_r},
         suspects={
             "the causal mask is ignored": lambda: attention_float64(
-                q, k, value, **{**visible, "causal": False}
+                *inputs, **{**visible, "causal": False}
             ),
-            "the scores are not scaled": lambda: attention_float64(
-                q, k, value, scale=1.0, **visible
-            ),
+            "the scores are not scaled": lambda: attention_float64(*inputs, scale=1.0, **visible),
             "only the last tile of keys counts": lambda: attention_float64(
-                q, k, value, **{**visible, "leftpad_k": _last_tile(q, k, B_c, visible)}
+                *inputs, **{**visible, "leftpad_k": _last_tile(q, k, B_c, visible)}
             ),
         },
     )

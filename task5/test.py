@@ -8,7 +8,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from common.check import Case, CheckFailed, Speed, Suite, assert_close, measure
-from common.check.attention import all_alike, attention_float64, attention_pytorch
+from common.check.attention import (
+    all_alike,
+    attention_float64,
+    attention_pytorch,
+    hide_invisible,
+)
 from task5 import attention
 from task5.attention import CustomFlashAttention, flash_attention_decode, update_kv_cache
 
@@ -126,16 +131,17 @@ def compare_decode(case, device, rng, num_splits):
     for name, argument in (("seqlens", "seqlens_k"), ("leftpad", "leftpad_k")):
         if name in v:
             visible[argument] = torch.tensor(v[name], dtype=torch.int32, device=device)
+    truth, pytorch = (f(q, k, value, **visible) for f in (attention_float64, attention_pytorch))
+    inputs = q, k.clone(), value.clone()
+    hide_invisible(k, value, **visible)
     assert_close(
         flash_attention_decode(q, k, value, **visible, num_splits=num_splits),
-        attention_float64(q, k, value, **visible),
-        attention_pytorch(q, k, value, **visible),
+        truth,
+        pytorch,
         axes=("batch", "row", "head", "column"),
         suspects={
-            "the lengths are ignored": lambda: attention_float64(q, k, value),
-            "the scores are not scaled": lambda: attention_float64(
-                q, k, value, scale=1.0, **visible
-            ),
+            "the lengths are ignored": lambda: attention_float64(*inputs),
+            "the scores are not scaled": lambda: attention_float64(*inputs, scale=1.0, **visible),
         },
     )
 

@@ -57,6 +57,23 @@ def attention_pytorch(
     return out.nan_to_num(0.0).transpose(1, 2)
 
 
+def hide_invisible(
+    k: Tensor,
+    v: Tensor,
+    *,
+    seqlens_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    **_: Any,
+) -> None:
+    """Put NaN where no query may look: a kernel that reads it, even to multiply it by 0, shows it."""
+    j = torch.arange(k.shape[1], device=k.device)
+    for lengths, hidden in ((seqlens_k, torch.ge), (leftpad_k, torch.lt)):
+        if lengths is not None:
+            outside = hidden(j, lengths[:, None])[:, :, None, None]  # (batch, kv_len, 1, 1)
+            k.masked_fill_(outside, torch.nan)
+            v.masked_fill_(outside, torch.nan)
+
+
 def all_alike(outputs: dict[str, Tensor]) -> None:
     """A check for :func:`common.check.measure`: nothing that gave another result is timed.
 
