@@ -147,24 +147,23 @@ def compare_decode(case, device, rng, num_splits):
 
 
 RULE = [
-    Case(
-        "one block short",
-        why="0.97 of a wave: splitting would start a second",
-        blocks=512,
-        kv_len=1024,
-        splits=1,
-    ),
+    Case("one sequence", why="32 blocks alone leave most of a GPU idle", blocks=32, kv_len=1024, splits=7),
+    Case("one long sequence", why="more keys, more splits worth having", blocks=32, kv_len=32768, splits=15),
+    Case("nearly a wave", why="0.97 of a wave: splitting would start a second", blocks=512, kv_len=1024, splits=1),
     Case("many blocks", why="the chip is full without", blocks=2048, kv_len=4096, splits=1),
     Case("few keys", why="less than two splits' worth", blocks=1, kv_len=200, splits=1),
-]
+]  # fmt: skip
 
 
 @suite.check("splits", RULE, kernels=False, optional=True)
 def splits_follow_the_rule(case, device, rng):
     chosen = attention.choose_num_splits(case.blocks, case.kv_len, multiprocessors=132)
-    assert chosen == case.splits, (
-        f"{case.splits} splits are enough for {case}; the rule gives {chosen}"
-    )
+    if chosen != case.splits:
+        raise CheckFailed(
+            f"the rule takes {case.splits} splits on 132 multiprocessors; got {chosen}",
+            not_written=chosen == 1
+            and "task5/attention.py: choose_num_splits is not written yet (it returns 1)",
+        )
 
 
 def _projected(attend, x, parameters, heads, **visible):

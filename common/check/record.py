@@ -253,11 +253,11 @@ def sources_hash(patterns: Sequence[str], root: Path = ROOT) -> str:
     return digest.hexdigest()
 
 
-def git_commit(root: Path = ROOT) -> tuple[str | None, bool]:
+def git_commit(root: Path = ROOT) -> tuple[str | None, bool | None]:
     """The commit's short hash and whether files differ from it.
 
     Outside of git, in a tree that was copied to a compute node, the environment variable GIT_COMMIT says it;
-    otherwise (None, False).
+    otherwise it is None. Whether files differ from it is then not known, None.
 
     Results.md and the records do not count: grading itself writes them.
     """
@@ -265,7 +265,7 @@ def git_commit(root: Path = ROOT) -> tuple[str | None, bool]:
         commit = _git(root, "rev-parse", "--short=12", "HEAD").strip()
         changed = _git(root, "status", "--porcelain", "--", ".", ":!Results.md", ":!common/records")
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("GIT_COMMIT"), False
+        return os.environ.get("GIT_COMMIT"), None
     return commit, bool(changed.strip())
 
 
