@@ -22,12 +22,13 @@ requirements = $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.t
 
 CPP_FILES = $(shell find common task* -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
 
-.PHONY: help grade test format lint cuda-compiler clean
+.PHONY: help grade test ladder format lint cuda-compiler clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make grade    build, check, time and grade all seven tasks; fills Results.md'
 	@echo 'make test     all tests, with pytest'
+	@echo 'make ladder   build, check and time the ladder of attention kernels; fills its README.md'
 	@echo 'make lint     check style (ruff, clang-format);  make format  fix it'
 	@echo 'make clean    remove what was built; .venv stays'
 
@@ -36,6 +37,10 @@ grade: .venv/installed
 
 test: .venv/installed
 	@$(PY) -m pytest $(ARGS)
+
+# With the picture: matplotlib is installed for this alone.
+ladder: .venv/installed-plot
+	@$(PY) -m task4.ladder $(ARGS)
 
 lint: .venv/installed-dev
 	$(PY) -m ruff check .

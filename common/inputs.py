@@ -88,7 +88,11 @@ def heads_view(name: str, tensor: Tensor, num_heads: int) -> Tensor:
 
 
 def check_attention(
-    q: Tensor, k: Tensor, v: Tensor, dtypes: Sequence[torch.dtype] = KERNEL_DTYPES
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dtypes: Sequence[torch.dtype] = KERNEL_DTYPES,
+    max_head_dim: int = MAX_HEAD_DIM,
 ) -> tuple[int, int, int, int, int, int]:
     """Check ``q (batch, q_len, heads, head_dim)`` and ``k, v (batch, kv_len, kv_heads, head_dim)``.
 
@@ -105,7 +109,7 @@ def check_attention(
     kv_len, kv_heads = k.shape[1:3]
     expect("v", v, shape=(batch, kv_len, kv_heads, head_dim), dtype=q.dtype, device=q.device)
     check_device(q)
-    check_head_dim(head_dim)
+    check_head_dim(head_dim, max_head_dim)
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"kv heads must divide the query heads; got {heads} and {kv_heads}")
     if max(batch, heads) > MAX_GRID:

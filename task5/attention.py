@@ -19,7 +19,7 @@ from common.inputs import (
     kv_heads_of,
 )
 from common.layer import AttentionLayer
-from task4.attention import flash_attention
+from task4.attention import fast_attention
 
 BLOCKS_PER_MULTIPROCESSOR = 4  # of the decode kernel that fit beside each other, by its registers
 MIN_KEYS_PER_SPLIT = 128  # below this the merging costs more than the waiting
@@ -238,6 +238,6 @@ class CustomFlashAttention(AttentionLayer):
             q, k, v = (
                 heads_view(name, t, self.num_heads) for name, t in (("q", q), ("k", k), ("v", v))
             )
-            o = flash_attention(q, k, v, causal=causal).flatten(2)
+            o = fast_attention(q, k, v, causal=causal).flatten(2)
         # END SOLUTION
         return self.project_output(o)

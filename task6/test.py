@@ -285,12 +285,16 @@ def suspects(
 
 @contextmanager
 def count_launches() -> Iterator[Counter[str]]:
-    """Counts the launches inside the context: ``{"task4 flash_attention": 2, ...}``."""
+    """Counts the launches inside the context: ``{"task4 flash_attention": 2, ...}``.
+
+    A rung of the ladder in its place counts as task 4's kernel.
+    """
     counts: Counter[str] = Counter()
     launch = Kernels.launch
 
     def counted(self: Kernels, name: str, /, **arguments: object) -> None:
-        counts[f"{self.source.parent.name} {name}"] += 1
+        task = self.source.parent.name
+        counts["task4 flash_attention" if task == "ladder" else f"{task} {name}"] += 1
         launch(self, name, **arguments)
 
     with mock.patch.object(Kernels, "launch", counted):

@@ -48,6 +48,8 @@ NVCC_FLAGS = (
 
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)[>"]', re.MULTILINE)
+_ARCHITECTURES = re.compile(r"^//[ \t]*architectures:[ \t]*(.+)$", re.MULTILINE)
+_HEAD = 30  # lines of a source in which it may say what it is for
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,27 @@ def plan(
     if device == "cuda":
         return _plan_cuda(source, arch, here)
     if device == "cpu":
+        if named := architectures(source):
+            raise BuildError(f"{_made_for(source, named)}, and not for the CPU")
         return _plan_cpu(source, check)
     raise ValueError(f"device must be 'cpu' or 'cuda'; got {device!r}")
+
+
+def architectures(source: Path) -> tuple[str, ...]:
+    """The GPU architectures that a source is for: those in a line ``// architectures: sm_90a`` near its top.
+
+    Empty for a source without such a line, which is for every GPU and for the CPU.
+
+    Raises:
+        BuildError: the line names something that is no architecture.
+    """
+    head = "\n".join(_text(source).splitlines()[:_HEAD])
+    found = _ARCHITECTURES.search(head)
+    return tuple(map(toolchain.normal_arch, found[1].split())) if found else ()
+
+
+def _made_for(source: Path, named: Sequence[str]) -> str:
+    return f"{display(source)} is for {' and '.join(named)} alone"
 
 
 def _plan_cuda(source: Path, arch: str | None, here: bool) -> Target:
@@ -134,6 +155,11 @@ def _plan_cuda(source: Path, arch: str | None, here: bool) -> Target:
             )
         arch = gpu.arch
     arch = toolchain.normal_arch(arch)
+    if (named := architectures(source)) and arch not in named:
+        this = (
+            f"this machine's GPU, {gpu.name}, which is {arch}" if gpu and gpu.arch == arch else arch
+        )
+        raise BuildError(f"{_made_for(source, named)}, and not for {this}")
     host = toolchain.cpp_compiler()
     nvcc = toolchain.nvcc_for(arch, gpu.driver_cuda if gpu else None)
     number = arch.removeprefix("sm_")

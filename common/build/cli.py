@@ -26,10 +26,11 @@ def compile_main(file: str, *sources: str) -> None:
 
 def main() -> int:
     """Build every kernel of every task; the exit status."""
-    return _main(sorted(builder.ROOT.glob("task*/**/*.cu")), "python -m common.build")
+    return _main(sorted(builder.ROOT.glob("task*/**/*.cu")), "python -m common.build", skip=True)
 
 
-def _main(sources: Sequence[Path], program: str) -> int:
+def _main(sources: Sequence[Path], program: str, *, skip: bool = False) -> int:
+    """``skip``: a source that is for other architectures is left out with a line, and is no error."""
     parser = argparse.ArgumentParser(prog=program, description="Compile the CUDA kernels.")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU"
@@ -51,7 +52,10 @@ def _main(sources: Sequence[Path], program: str) -> int:
     try:
         device = options.device or ("cuda" if options.arch or toolchain.find_gpu() else "cpu")
         targets = [
-            builder.plan(s, device, arch=a) for a in options.arch or (None,) for s in sources
+            builder.plan(s, device, arch=a)
+            for a in _architectures(options.arch, device)
+            for s in sources
+            if not (skip and _skipped(s, a))
         ]
         for built in builder.make(targets, verbose=options.verbose):
             if built.seconds is not None or options.verbose or built.target in targets:
@@ -62,6 +66,21 @@ def _main(sources: Sequence[Path], program: str) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _architectures(asked: Sequence[str] | None, device: str) -> Sequence[str | None]:
+    """What to build for: what was asked for, this machine's GPU, or None for the CPU and where there is no GPU."""
+    gpu = toolchain.find_gpu() if device == "cuda" else None
+    return asked or (gpu.arch if gpu else None,)
+
+
+def _skipped(source: Path, arch: str | None) -> bool:
+    """Say so if this source is not for what is being built."""
+    named = builder.architectures(source)
+    if not named or (arch and toolchain.normal_arch(arch) in named):
+        return False
+    print(f"{builder.display(source)}: not for {arch or 'the CPU'}, only for {', '.join(named)}")
+    return True
 
 
 def _report(built: Built, verbose: bool) -> None:

@@ -40,6 +40,11 @@ class Settings:
 _settings = Settings()
 
 
+def settings() -> Settings:
+    """How launches on the CPU run at present."""
+    return _settings
+
+
 @contextmanager
 def using(
     check: bool = False,
@@ -139,7 +144,7 @@ class Kernels:
                 f"{self.source.name} has no launcher {name!r}; it has {', '.join(launchers)}"
             )
         if device.type == "cuda":
-            path = _library_for_gpu(self.source, device.index)
+            path = _library_for_gpu(self.source, device)
         else:
             path = builder.build([self.source], "cpu", check=check)[0]
         types = launchers[name]
@@ -150,6 +155,16 @@ class Kernels:
         if device.type == "cuda":
             return _cuda_call(name, function, convert, types, device.index)
         return _cpu_call(name, function, convert, types, check)
+
+
+def target_for(source: Path, device: Any) -> builder.Target:
+    """What the first launch on a torch.device builds here and now: for ``builder.make``, which takes many at once."""
+    if device.type != "cuda":
+        return builder.plan(source, device.type, check=_settings.check)
+    import torch
+
+    arch = toolchain.arch_of(torch.cuda.get_device_capability(device))
+    return builder.plan(source, "cuda", arch=arch, here=True)
 
 
 def _converter(
@@ -242,11 +257,8 @@ def _cuda_call(
 
 
 @functools.cache
-def _library_for_gpu(source: Path, index: int) -> Path:
-    import torch
-
-    arch = toolchain.arch_of(torch.cuda.get_device_capability(index))
-    return builder.make([builder.plan(source, "cuda", arch=arch, here=True)])[-1].target.path
+def _library_for_gpu(source: Path, device: Any) -> Path:
+    return builder.make([target_for(source, device)])[-1].target.path
 
 
 def _cuda_error(status: int) -> str:

@@ -253,17 +253,28 @@ def sources_hash(patterns: Sequence[str], root: Path = ROOT) -> str:
     return digest.hexdigest()
 
 
+_WRITTEN = (
+    "Results.md",
+    "common/records",
+    "task4/ladder/README.md",
+    "task4/ladder/table.json",
+    "task4/ladder/*.png",
+)
+
+
 def git_commit(root: Path = ROOT) -> tuple[str | None, bool | None]:
     """The commit's short hash and whether files differ from it.
 
     Outside of git, in a tree that was copied to a compute node, the environment variable GIT_COMMIT says it;
     otherwise it is None. Whether files differ from it is then not known, None.
 
-    Results.md and the records do not count: grading itself writes them.
+    Results.md, the records and the ladder's table do not count: grading and timing write them.
     """
     try:
         commit = _git(root, "rev-parse", "--short=12", "HEAD").strip()
-        changed = _git(root, "status", "--porcelain", "--", ".", ":!Results.md", ":!common/records")
+        changed = _git(
+            root, "status", "--porcelain", "--", ".", *(f":!{path}" for path in _WRITTEN)
+        )
     except (OSError, subprocess.SubprocessError):
         return os.environ.get("GIT_COMMIT"), None
     return commit, bool(changed.strip())

@@ -49,6 +49,7 @@ def measure(
     functions: Mapping[str, Callable[[], Any]],
     *,
     seconds: float = 2.0,
+    each: float | None = None,
     check: Callable[[dict[str, Any]], None] | None = None,
     include_host: bool = False,
 ) -> dict[str, Timing]:
@@ -60,6 +61,8 @@ def measure(
     Args:
         functions: what to time, by name; each launches its work on the current stream and returns its output.
         seconds: how long the whole measurement may take, warm-up apart; at least five runs each are taken.
+        each: how long one function may take, instead, where some are very much slower than others: one that has had
+            its time sits out the rest. At least two runs each are taken.
         check: gets the last outputs by name and raises if one is wrong; no times are returned then.
         include_host: time what a user waits for, the calls from Python included (a generation loop). Without
             it the GPU is kept busy until the host has queued the work, so that the work alone is timed.
@@ -76,10 +79,16 @@ def measure(
     }
     outputs: dict[str, Any] = {}
     names = list(functions)
+    spent = dict.fromkeys(names, 0.0)
     until = time.perf_counter() + seconds
     runs = 0
-    while runs < _MIN_RUNS or (runs < _MAX_RUNS and time.perf_counter() < until):
+    while runs < _MIN_RUNS or (runs < _MAX_RUNS and (each or time.perf_counter() < until)):
+        if each is not None:
+            names = [name for name in names if runs < 2 or spent[name] < each]
+            if not names:
+                break
         for name in names if runs % 2 == 0 else reversed(names):
+            began = time.perf_counter()
             outputs.pop(name, None)  # its memory is free again before the next output is made
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush()
@@ -92,6 +101,7 @@ def measure(
             end.record()
             torch.cuda.synchronize()  # nothing of this call is left when the next one starts
             events[name].append((start, end))
+            spent[name] += time.perf_counter() - began
         runs += 1
     if check is not None:
         check(outputs)

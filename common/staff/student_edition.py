@@ -15,7 +15,13 @@ from pathlib import Path
 from common.check.results import render
 
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = ("common/staff/", "common/tests/", "common/records/", ".ci/")
+LEFT_OUT = (
+    "common/staff/",
+    "common/tests/",
+    "common/records/",
+    ".ci/",
+    "task4/ladder/",  # ten answers to task 4, and more; without it custom_flash_attention runs the student's kernel
+)
 BEGIN, END = "BEGIN SOLUTION", "END SOLUTION"
 _MARK = re.compile(
     rf"^(?P<indent>\s*)(#|//)\s*(?P<word>{BEGIN}|{END})(, until then: (?P<until>.+?))?\s*$"

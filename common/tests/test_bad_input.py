@@ -202,6 +202,37 @@ TASK4 = [
         "multiple of head_dim 16", "got (2, 7, 40)"),
 ]  # fmt: skip
 
+
+def _rung(t, rung, *shape, dtype=torch.float16, kv=None, **options):
+    q, k, v = (t(*s, dtype=dtype) for s in (shape, kv or shape, kv or shape))
+    return task4.fast_attention(q, k, v, rung=rung, **options)
+
+
+def _odd(t, rung):
+    q, k, v = (t(1, 5, 2, 65, dtype=torch.float16)[..., 1:] for _ in "qkv")
+    return task4.fast_attention(q, k, v, rung=rung)
+
+
+LADDER = [
+    Row("ladder: no such rung", lambda t: _rung(t, 16, 1, 5, 2, 64), "no rung 16", "rungs 1 to 15"),
+    Row("ladder: another dtype", lambda t: _rung(t, 9, 1, 5, 2, 64, dtype=torch.float32),
+        "rung 9 (Q and P in registers) takes float16 and bfloat16 tensors", "got float32", "1 to 6"),
+    Row("ladder: a dtype that no rung takes", lambda t: _rung(t, 3, 1, 5, 2, 64, dtype=F64), "float16 or bfloat16", "float64"),
+    Row("ladder: another head_dim", lambda t: _rung(t, 9, 1, 5, 2, 80), "head_dim 80", "head_dim 64"),
+    Row("ladder: head_dim past all", lambda t: _rung(t, 9, 1, 5, 2, 264), "head_dim must be from 1 to", "got 264"),
+    Row("ladder: kv heads do not divide", lambda t: _rung(t, 9, 1, 5, 4, 64, kv=(1, 5, 3, 64)), "must divide", "4 and 3"),
+    Row("ladder: lengths", lambda t: _rung(t, 9, 1, 5, 2, 64, seqlens_k=t(1, dtype=torch.int32)), "rung 9 takes no seqlens_k"),
+    Row("ladder: negative scale", lambda t: _rung(t, 9, 1, 5, 2, 64, scale=-1.0), "scale must be above 0", "got -1.0"),
+    Row("ladder: rows that begin anywhere", lambda t: _odd(t, 9),
+        "rung 9 (Q and P in registers)", "loads 16 bytes at once", "which q does not allow", "2 bytes", "1 to 6 can take them"),
+]  # fmt: skip
+# What a GPU that is no Hopper lacks, which the CPU lacks as well.
+if not torch.cuda.is_available():
+    LADDER.append(
+        Row("ladder: Hopper's rungs elsewhere", lambda t: _rung(t, 12, 1, 5, 2, 64),
+            "rung 12 (warp specialised) needs a GPU of compute capability 9.0 (Hopper)", "on the CPU", "Rungs 1 to 10 can"),
+    )  # fmt: skip
+
 TASK5 = [
     Row("decode: two queries", lambda t: f5(t(2, 2, 4, 16), *caches(t, 2, 7, 4, 16)), "one query", "got q_len 2"),
     Row("decode: kv heads do not divide", lambda t: f5(t(2, 1, 4, 16), *caches(t, 2, 7, 3, 16)), "must divide", "4 and 3"),
@@ -382,7 +413,7 @@ TABLE = [
     *_qkv_rows("attention of task 3", task3.flash_attention, limit=False),
     *_qkv_rows("attention of task 4", task4.custom_flash_attention),
     *_qkv_rows("decode of task 5", task5.custom_flash_attention_decode),
-    *TASK2, *TASK3, *TASK4, *TASK5, *TASK6, *TASK7, *MACHINE,
+    *TASK2, *TASK3, *TASK4, *LADDER, *TASK5, *TASK6, *TASK7, *MACHINE,
 ]  # fmt: skip
 
 

@@ -197,6 +197,52 @@ def test_old_builds_are_removed_but_none_that_was_just_used(checkout, task):
     assert len(left) == builder.KEEP + 2
 
 
+# ---- for one architecture alone
+
+
+@pytest.fixture
+def for_hopper(checkout, task) -> str:
+    write_kernel(checkout / task, "// architectures: sm_90a sm_100a\n" + KERNEL)
+    return task
+
+
+def test_a_source_that_is_for_some_gpus_alone_is_not_built_for_the_cpu(checkout, for_hopper):
+    said = only_error(compile_in(checkout, for_hopper))
+    assert said == f"{for_hopper}/kernel.cu is for sm_90a and sm_100a alone, and not for the CPU\n"
+
+
+def test_a_source_that_is_for_some_gpus_alone_is_not_built_for_others(tmp_path):
+    source = write_kernel(tmp_path / "one", "// architectures: sm_90a\n" + KERNEL)
+    assert builder.architectures(source) == ("sm_90a",)
+    with pytest.raises(BuildError, match=r"is for sm_90a alone, and not for sm_80"):
+        builder.plan(source, "cuda", arch="80")
+    source.write_text(31 * "// words\n" + source.read_text())  # not near the top: it says nothing
+    assert builder.architectures(source) == ()
+
+
+def test_a_gpu_that_a_source_is_not_for_is_named(tmp_path, monkeypatch):
+    source = write_kernel(tmp_path / "one", "// architectures: sm_90a\n" + KERNEL)
+    monkeypatch.setattr(
+        toolchain, "find_gpu", lambda: toolchain.Gpu("NVIDIA A100", (8, 0), (13, 0))
+    )
+    with pytest.raises(
+        BuildError, match=r"not for this machine's GPU, NVIDIA A100, which is sm_80"
+    ):
+        builder.plan(source, "cuda")
+
+
+def test_building_everything_leaves_out_what_is_for_others(checkout):
+    folder = checkout / "task9"  # of all folders here the only one that is a task's
+    write_kernel(folder, "// architectures: sm_90a\n" + KERNEL)
+    try:
+        build = [sys.executable, "-m", "common.build", "--device", "cpu"]
+        done = subprocess.run(build, cwd=checkout, capture_output=True, text=True)
+    finally:
+        shutil.rmtree(folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "task9/kernel.cu: not for the CPU, only for sm_90a\n"
+
+
 # ---- being killed, being two, being moved
 
 

@@ -3,12 +3,12 @@
 
 #include "../include/cuda_on_cpu/float16.h"
 #include "checker.h"
-#include "worker.h"
+#include "tensor_core.h"
 
 namespace cuda_on_cpu {
 namespace {
 
-struct Mma {
+struct Mma : WarpOperands {
   float* d;
   const uint32_t *a, *b;
   const float* c;
@@ -42,7 +42,7 @@ void multiply(const float (&a)[16][K], const float (&b)[K][8], void* const* argu
 }
 
 template <class Format>
-void mma_16_bit(void* const* arguments, unsigned) {
+void mma_16_bit(void* const* arguments) {
   float a[16][16], b[16][8];
   for (int lane = 0; lane < 32; ++lane) {
     const Mma& mma = *static_cast<const Mma*>(arguments[lane]);
@@ -56,7 +56,7 @@ void mma_16_bit(void* const* arguments, unsigned) {
   multiply(a, b, arguments);
 }
 
-void mma_tf32(void* const* arguments, unsigned) {
+void mma_tf32(void* const* arguments) {
   float a[16][8], b[8][8];
   auto value = [](uint32_t bits) {
     return float_of(bits & ~0x1fffu);
@@ -70,7 +70,7 @@ void mma_tf32(void* const* arguments, unsigned) {
   multiply(a, b, arguments);
 }
 
-struct LoadMatrix {
+struct LoadMatrix : WarpOperands {
   const char* row;  // 16 bytes
   uint32_t registers[4];
 };
@@ -83,7 +83,7 @@ uint16_t element(void* const* arguments, int matrix, int row, int column) {
 }
 
 template <int Matrices, bool Transposed>
-void load_matrices(void* const* arguments, unsigned) {
+void load_matrices(void* const* arguments) {
   for (int matrix = 0; matrix < Matrices; ++matrix) {
     for (int lane = 0; lane < 32; ++lane) {
       int row = lane / 4, column = lane % 4 * 2;
@@ -99,49 +99,46 @@ void load_matrices(void* const* arguments, unsigned) {
 WarpFunction loader(int matrices, bool transposed) {
   switch (matrices * 2 + transposed) {
     case 2:
-      return load_matrices<1, false>;
+      return if_whole<load_matrices<1, false>>;
     case 3:
-      return load_matrices<1, true>;
+      return if_whole<load_matrices<1, true>>;
     case 4:
-      return load_matrices<2, false>;
+      return if_whole<load_matrices<2, false>>;
     case 5:
-      return load_matrices<2, true>;
+      return if_whole<load_matrices<2, true>>;
     case 8:
-      return load_matrices<4, false>;
+      return if_whole<load_matrices<4, false>>;
     default:
-      return load_matrices<4, true>;
+      return if_whole<load_matrices<4, true>>;
   }
-}
-
-/// Tensor-core instructions need all 32 lanes. Lanes that have returned, or never were, are an
-/// error.
-void whole_warp(const char* operation, WarpFunction run, void* argument, const char* file,
-                int line) {
-  Worker& worker = *this_worker;
-  unsigned alive = worker.warp_of(worker.running()).alive;
-  if (alive != ~0u) {
-    worker.fail(format("%s needs all 32 lanes of the warp; %d are there", operation,
-                       __builtin_popcount(alive)),
-                file, line);
-  }
-  worker.collective(operation, run, ~0u, argument, file, line);
 }
 
 }  // namespace
 
+void whole_warp(const char* operation, WarpFunction run, WarpOperands* operands, const char* file, int line) {
+  Worker& worker = *this_worker;
+  operands->lanes = worker.warp_of(worker.running()).alive;
+  if (operands->lanes == ~0u) worker.collective(operation, run, ~0u, operands, file, line);
+  if (operands->lanes != ~0u) {
+    worker.fail(format("%s needs all 32 lanes of the warp; %d are there", operation,
+                       __builtin_popcount(operands->lanes)),
+                file, line);
+  }
+}
+
 void mma_16x8(MmaType type, float* d, const uint32_t* a, const uint32_t* b, const float* c,
               const char* file, int line) {
-  Mma mma{d, a, b, c};
-  WarpFunction run = type == MmaType::bf16  ? mma_16_bit<BFloat16>
-                     : type == MmaType::f16 ? mma_16_bit<Binary16>
-                                            : mma_tf32;
+  Mma mma{{}, d, a, b, c};
+  WarpFunction run = type == MmaType::bf16  ? if_whole<mma_16_bit<BFloat16>>
+                     : type == MmaType::f16 ? if_whole<mma_16_bit<Binary16>>
+                                            : if_whole<mma_tf32>;
   whole_warp(type == MmaType::tf32 ? "mma_m16n8k8_tf32" : "mma_m16n8k16", run, &mma, file, line);
 }
 
 void ldmatrix(int matrices, bool transposed, uint32_t* registers, const void* row, const char* file,
               int line) {
   Worker& worker = *this_worker;
-  LoadMatrix load{static_cast<const char*>(row), {}};
+  LoadMatrix load{{}, static_cast<const char*>(row), {}};
   if (int(worker.running().lane) < matrices * 8) {  // the other lanes' addresses are not used
     uintptr_t address = reinterpret_cast<uintptr_t>(row);
     if (address % 16 != 0) {

@@ -127,6 +127,27 @@ void async_copy_commit();
 void async_copy_wait(int pending_groups);
 void async_copy_wait_all();
 
+// ---- fragments of nvcuda::wmma (mma.h)
+enum class WmmaType { f16,
+                      bf16,
+                      tf32,
+                      f32 };
+/// What a fragment holds: a matrix, spread over the lanes. `turn` tells the kinds of fragments apart; see wmma.cpp.
+struct WmmaTile {
+  WmmaType type;
+  int rows, columns, turn;
+};
+/// d = a b + c; d has the shape of c.
+struct WmmaShapes {
+  WmmaTile a, b, c, d;
+};
+void wmma_load(const WmmaTile& tile, void* x, const void* matrix, unsigned ldm, bool by_columns, const char* file,
+               int line);
+void wmma_store(const WmmaTile& tile, const void* x, void* matrix, unsigned ldm, bool by_columns, const char* file,
+                int line);
+void wmma_multiply(const WmmaShapes& shapes, void* d, const void* a, const void* b, const void* c, const char* file,
+                   int line);
+
 /// Stops the kernel: `instruction` exists on a GPU only.
 [[noreturn]] void gpu_only(const char* instruction, const char* file, int line);
 

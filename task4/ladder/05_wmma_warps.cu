@@ -1,0 +1,206 @@
+// Rung 5, wmma, several warps: four warps share each tile of K and V.
+// FlashAttention-2 forward [FA2] arXiv:2307.08691, Algorithm 1.
+//
+//   q, out (batch, q_len, heads, head_dim)     k, v (batch, kv_len, kv_heads, head_dim)     fp16, bf16, or fp32 as tf32
+//   grid  (ceil(q_len / B_r), heads, batch)     one block for each Q_i: the outer loop of the paper is the grid
+//   block (32, WARPS)                           warp w has the rows 16 w ... of Q_i; lanes 2 r and 2 r + 1 of it do the
+//                                               softmax of the r-th
+//
+//   line  8    S   = Q_i K_j^T                  fragments from shared memory; S goes back there
+//   line  9    m'  = max(m_i, rowmax(S))        two lanes share a row
+//              P   = exp(S - m'),  l_i = exp(m_i - m') l_i + rowsum(P)          P takes the place of S, rounded to T
+//   line 10    O_i = diag(exp(m_i - m')) O_i + P V_j    (printed with ^-1 in the paper: a known typo), in fragments
+//   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
+//
+// Against rung 4: k and v are read from global memory once for 64 rows instead of 16, and one copy of a tile in shared
+// memory serves four warps, so that more of them fit on a multiprocessor. What the warps share, K_j and V_j, now takes
+// a barrier of the block; for what is a warp's own, its rows of S, P and the factors, one of the warp still does.
+// What limits it now: shared memory. A fragment of K_j or V_j that has been loaded is multiplied once.
+#include <mma.h>
+
+#include "attention.cuh"
+
+using namespace nvcuda;
+
+constexpr int WARPS = 4, B_r = 16 * WARPS, B_c = 32;  // rows of Q_i, and of K_j and V_j
+constexpr int S_ROW = B_c + 4;
+
+template <typename T>
+struct Product {
+  using Element = T;
+  static constexpr int DEPTH = 16;  // columns of the left matrix, rows of the right one
+};
+template <>
+struct Product<float> {
+  using Element = wmma::precision::tf32;
+  static constexpr int DEPTH = 8;
+};
+template <typename T>
+using Left =
+    wmma::fragment<wmma::matrix_a, 16, 16, Product<T>::DEPTH, typename Product<T>::Element, wmma::row_major>;
+template <typename T, typename Layout>
+using Right = wmma::fragment<wmma::matrix_b, 16, 16, Product<T>::DEPTH, typename Product<T>::Element, Layout>;
+template <typename T>
+using Sum = wmma::fragment<wmma::accumulator, 16, 16, Product<T>::DEPTH, float>;
+
+// What fragments are loaded from: T, but floats rounded to tf32, which has the 10 bits of mantissa of fp16.
+template <typename T>
+__device__ __forceinline__ T operand(T x) { return x; }
+__device__ __forceinline__ float operand(float x) { return wmma::__float_to_tf32(x); }
+
+template <typename T, int HEAD_DIM>
+struct Tiles {  // shared memory; every part begins at a multiple of 32 bytes, as load_matrix_sync wants it
+  static constexpr int ROW = HEAD_DIM + 16 / sizeof(T);
+  T Q_i[B_r][ROW], K_j[B_c][ROW], V_j[B_c][ROW];
+  float S[B_r][S_ROW];     // and then P, as T, each row in the place of the row of S
+  float factors[B_r][16];  // of row r, 16 times
+};
+
+// tile[r][e] = rows[first + r][e]; zeros where the row is past the end
+template <int ROWS, int HEAD_DIM, int PADDED, typename T>
+__device__ __forceinline__ void load_tile(T (&tile)[ROWS][PADDED], const T* rows, int64_t row_stride, int first,
+                                          int end) {
+#pragma unroll 4
+  for (int i = threadIdx.y * 32 + threadIdx.x; i < ROWS * HEAD_DIM; i += 32 * WARPS) {
+    const int r = i / HEAD_DIM, e = i % HEAD_DIM;
+    tile[r][e] = first + r < end ? operand(rows[(first + r) * row_stride + e]) : from_float<T>(0.0f);
+  }
+}
+
+// N numbers between shared memory and a lane's registers, 16 bytes at a time
+template <int N, typename T>
+__device__ __forceinline__ void copy(T* to, const T* from) {
+#pragma unroll
+  for (int i = 0; i < N * int(sizeof(T)) / 16; ++i)
+    reinterpret_cast<float4*>(to)[i] = reinterpret_cast<const float4*>(from)[i];
+}
+
+template <typename T, int HEAD_DIM>
+__global__ void __launch_bounds__(32 * WARPS, 3) attention_kernel(Attention a) {
+  constexpr int DEPTH = Product<T>::DEPTH, ROW = Tiles<T, HEAD_DIM>::ROW, P_ROW = S_ROW * sizeof(float) / sizeof(T);
+  extern __shared__ __align__(32) char shared[];
+  auto& [Q_i, K_j, V_j, S, factors] = *reinterpret_cast<Tiles<T, HEAD_DIM>*>(shared);
+
+  const int head = blockIdx.y, b = blockIdx.z, row_0 = blockIdx.x * B_r;
+  const int r_0 = threadIdx.y * 16;  // this warp's rows begin here
+  const int r = r_0 + threadIdx.x / 2, c_0 = threadIdx.x % 2 * B_c / 2;  // this lane's row of S, and half its columns
+  const int visible = a.visible(row_0 + r);
+  const float scale = a.scale * LOG2_E;  // of S in base 2
+  const T* k = a.k_head<T>(b, head);
+  const T* v = a.v_head<T>(b, head);
+
+  Sum<T> O_i[HEAD_DIM / 16];
+  for (auto& o : O_i) wmma::fill_fragment(o, 0.0f);
+  float m_i = -INFINITY, l_i = 0.0f;  // l_i: this lane's columns only; the two parts are added at the end
+
+  load_tile<B_r, HEAD_DIM>(Q_i, a.q_head<T>(b, head), a.q_strides.row, row_0, a.q_len);
+  const int end = a.visible(min(row_0 + B_r, a.q_len) - 1);  // tiles past the last row's diagonal are skipped
+  for (int col_0 = 0; col_0 < end; col_0 += B_c) {           // line 6
+    load_tile<B_c, HEAD_DIM>(K_j, k, a.k_strides.row, col_0, a.kv_len);  // line 7
+    load_tile<B_c, HEAD_DIM>(V_j, v, a.v_strides.row, col_0, a.kv_len);
+    __syncthreads();  // the tile (and Q_i) complete before any warp reads it
+
+    Sum<T> S_sum[B_c / 16];
+    for (auto& s : S_sum) wmma::fill_fragment(s, 0.0f);
+#pragma unroll 2  // no more: fragments that are loaded early take registers
+    for (int e = 0; e < HEAD_DIM; e += DEPTH) {  // line 8
+      Left<T> query;
+      wmma::load_matrix_sync(query, &Q_i[r_0][e], ROW);
+#pragma unroll
+      for (int c = 0; c < B_c; c += 16) {
+        Right<T, wmma::col_major> key;  // by columns: K_j transposed
+        wmma::load_matrix_sync(key, &K_j[c][e], ROW);
+        wmma::mma_sync(S_sum[c / 16], query, key, S_sum[c / 16]);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < B_c; c += 16)
+      wmma::store_matrix_sync(&S[r_0][c], S_sum[c / 16], S_ROW, wmma::mem_row_major);
+    __syncwarp();  // S complete
+
+    __align__(16) float S_r[B_c / 2];  // line 9
+    copy<B_c / 2>(S_r, &S[r][c_0]);
+    float m_new = m_i;
+#pragma unroll
+    for (int c = 0; c < B_c / 2; ++c) {
+      S_r[c] = col_0 + c_0 + c < visible ? S_r[c] * scale : -INFINITY;
+      m_new = fmaxf(m_new, S_r[c]);
+    }
+    m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 1));
+    const float shift = m_new == -INFINITY ? 0.0f : m_new;  // no key so far: -inf - -inf would be NaN
+    const float rescale = exp2f(m_i - shift);
+    m_i = m_new;
+    l_i *= rescale;
+    __align__(16) T P_r[B_c / 2];
+#pragma unroll
+    for (int c = 0; c < B_c / 2; ++c) {
+      const float P = exp2f(S_r[c] - shift);
+      l_i += P;
+      P_r[c] = operand(from_float<T>(P));
+    }
+    __syncwarp();  // S consumed before P takes its place, which in 16 bits begins in the other lane's half
+    copy<B_c / 2>(reinterpret_cast<T*>(S[r]) + c_0, P_r);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) factors[r][threadIdx.x % 2 * 8 + i] = rescale;
+    __syncwarp();  // P and the factors complete
+
+    Sum<T> factor;
+    wmma::load_matrix_sync(factor, &factors[r_0][0], 16, wmma::mem_row_major);
+    for (auto& o : O_i) {
+      for (int i = 0; i < o.num_elements; ++i) o.x[i] *= factor.x[i];
+    }
+#pragma unroll 1
+    for (int c = 0; c < B_c; c += DEPTH) {  // line 10
+      Left<T> P;
+      wmma::load_matrix_sync(P, reinterpret_cast<T*>(S[r_0]) + c, P_ROW);
+#pragma unroll
+      for (int e = 0; e < HEAD_DIM; e += 16) {
+        Right<T, wmma::row_major> value;
+        wmma::load_matrix_sync(value, &V_j[c][e], ROW);
+        wmma::mma_sync(O_i[e / 16], P, value, O_i[e / 16]);
+      }
+    }
+    __syncthreads();  // the tile, P and the factors consumed before they are overwritten
+  }
+
+  l_i += __shfl_xor_sync(~0u, l_i, 1);
+  factors[r][threadIdx.x % 2] = l_i == 0.0f ? 0.0f : 1.0f / l_i;  // no key seen: 0, not 0 / 0
+  T* out = a.out_head<T>(b, head);
+#pragma unroll
+  for (int e = 0; e < HEAD_DIM; e += 16) {  // line 12, 16 columns at a time through the place of S
+    wmma::store_matrix_sync(&S[r_0][0], O_i[e / 16], S_ROW, wmma::mem_row_major);
+    __syncwarp();  // complete (and the factors)
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 16 * 16; i += 32) {
+      const int r = r_0 + i / 16, row = row_0 + r;
+      if (row < a.q_len) out[row * a.out_strides.row + e + i % 16] = from_float<T>(S[r][i % 16] * factors[r][0]);
+    }
+    __syncwarp();  // consumed
+  }
+}
+
+template <typename T, int HEAD_DIM>
+static cudaError_t launch(const Attention& a, cudaStream_t stream) {
+  constexpr int bytes = sizeof(Tiles<T, HEAD_DIM>);
+  const auto kernel = attention_kernel<T, HEAD_DIM>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;  // more than this GPU's blocks can have
+  const dim3 grid(ceil_div(a.q_len, B_r), a.heads, a.batch), block(32, WARPS);
+  attention_kernel<T, HEAD_DIM><<<grid, block, bytes, stream>>>(a);
+  return cudaGetLastError();
+}
+
+extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
+                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
+                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
+                                 int dtype, cudaStream_t stream) {
+  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
+                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
+  const auto run = [&](auto zero) {
+    using T = decltype(zero);
+    return head_dim == 64 ? launch<T, 64>(a, stream) : launch<T, 128>(a, stream);
+  };
+  if (dtype == FLOAT16) return run(__half{});
+  if (dtype == BFLOAT16) return run(__nv_bfloat16{});
+  return run(float{});
+}

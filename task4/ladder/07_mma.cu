@@ -1,0 +1,224 @@
+// Rung 7, mma.sync: the tensor cores' own instruction, in PTX.
+// FlashAttention-2 forward [FA2] arXiv:2307.08691, Algorithm 1.
+//
+//   q, out (batch, q_len, heads, head_dim)      k, v (batch, kv_len, kv_heads, head_dim)     fp16 or bf16, sums in fp32
+//   grid  (ceil(q_len / B_r), heads, batch)     one block for each Q_i; those of one head run together: K and V from L2
+//   block (32 WARPS)                            warp w has the rows from 16 R w of Q_i, R pieces of 16, and all columns
+//   tile  B_r = 128, B_c = 64, WARPS = 4, so R = 2;  48 and 80 KiB of shared memory at head_dim 64 and 128
+//   The caller has checked: head_dim 64 or 128, scale above 0, pointers and strides multiples of 16 bytes
+//
+//   line  8    S   = Q_i K_j^T                  in pieces of 16 x 8 x 16, from fragments that ldmatrix fetches
+//   line  9    m'  = max(m_i, rowmax(S))        four lanes share a row: two shuffles
+//              P   = exp(S - m'),  l_i = exp(m_i - m') l_i + rowsum(P)
+//   line 10    O_i = diag(exp(m_i - m')) O_i + P V_j     (printed with ^-1 in the paper: a known typo)
+//   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
+//
+// Against rung 6: wmma does not say which thread holds which element, so S went to shared memory to be looked at. For
+// mma.sync it is written down (ptx.cuh). With g = lane / 4 and t = lane % 4, a thread's sums of a 16 x 8 piece are
+//     [0] [1]  row g, columns 2t and 2t + 1          [2] [3]  row g + 8, the same columns
+// and softmax and rescaling happen where the sums are: 2 x 32 KiB of fp32 scores for 64 keys do not go through shared
+// memory any more. P still does, as T: the second product wants it as left operand. And rows are loaded 16 bytes at a
+// time.
+// What limits it now: bank conflicts. ldmatrix fetches matrices of 8 rows x 16 bytes; here rows lie 128 or 256 bytes
+// apart, and 128 bytes is what the 32 banks span. All 8 meet in the same 4 banks: 8 wavefronts a matrix instead of 1,
+// and as many for storing 8 rows of P. One tile at head_dim 128 takes all warps together 12,544 wavefronts, one a
+// clock; its products would take an A100 2,048 clocks.
+#include <cuda_runtime.h>
+
+#include "attention.cuh"
+#include "ptx.cuh"
+
+// Where the 16 bytes (8 elements) number `chunk` of a row stand in a tile.
+template <int COLUMNS>
+__device__ __forceinline__ int offset(int row, int chunk) {
+  return row * COLUMNS + 8 * chunk;
+}
+
+// tile = rows [0, ROWS); zeros from row `inside` on, which is the end of the tensor
+template <int ROWS, int HEAD_DIM, int THREADS, typename T>
+__device__ __forceinline__ void load_tile(T* tile, const T* rows, int64_t row_stride, int inside) {
+  constexpr int CHUNKS = HEAD_DIM / 8, STEP = THREADS / CHUNKS;
+  static_assert(STEP % 8 == 0 && ROWS % STEP == 0, "each thread keeps its chunk, and its row % 8");
+  const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+  const T* from = rows + row * row_stride + 8 * chunk;
+  T* to = tile + offset<HEAD_DIM>(row, chunk);
+  uint4 x[ROWS / STEP];  // all loads are on their way before the first is waited for
+#pragma unroll
+  for (int r = 0; r < ROWS; r += STEP, from += STEP * row_stride)
+    x[r / STEP] = r < inside - row ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int r = 0; r < ROWS; r += STEP) *reinterpret_cast<uint4*>(to + r * HEAD_DIM) = x[r / STEP];
+}
+
+// Two 16-bit values in one register.
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const union {
+    T pair[2];
+    uint32_t bits;
+  } u = {{from_float<T>(low), from_float<T>(high)}};
+  return u.bits;
+}
+
+// (left right) += a b: a 16 x 16, b 16 x 16, left and right 16 x 8
+template <typename T>
+__device__ __forceinline__ void mma_16x16(float (&left)[4], float (&right)[4], const uint32_t (&a)[4],
+                                          const uint32_t (&b)[4]) {
+  mma_m16n8k16<T>(left, a, {b[0], b[1]}, left);
+  mma_m16n8k16<T>(right, a, {b[2], b[3]}, right);
+}
+
+template <typename T, int HEAD_DIM, int B_r, int B_c, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS) attention_kernel(Attention a) {
+  constexpr int D = HEAD_DIM, THREADS = 32 * WARPS, R = B_r / (16 * WARPS);
+  static_assert(B_r == 16 * WARPS * R && B_c % 16 == 0, "products are made of 16 x 16 pieces");
+  extern __shared__ __align__(128) uint4 shared[];
+  T* Q_s = reinterpret_cast<T*>(shared);  // [B_r][D]
+  T* K_s = Q_s + B_r * D;                 // [B_c][D]
+  T* V_s = K_s + B_c * D;                 // [B_c][D]
+  T* P_s = V_s + B_c * D;                 // [B_r][B_c]
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int head = blockIdx.y, b = blockIdx.z;
+  const int row_0 = (gridDim.x - 1 - blockIdx.x) * B_r;  // causal: the longest rows start first
+  const int row_w = row_0 + 16 * R * warp;               // the warp's first row
+  const T* k = a.k_head<T>(b, head);
+  const T* v = a.v_head<T>(b, head);
+  const float scale = a.scale * LOG2_E;
+
+  // ldmatrix takes a 16 x 16 piece as four 8 x 8 matrices; each lane points at a row of one. a_lane: top left, bottom
+  // left, top right, bottom right, as a left operand wants them, and V too, transposed on its way. b_lane: top left,
+  // top right, bottom left, bottom right, for K, whose rows are the columns of the right operand K^T.
+  const int a_lane = offset<D>(lane % 16, lane / 16);
+  const int b_lane = offset<D>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  const int p_lane = offset<B_c>(lane % 16, lane / 16);  // as a_lane, in P
+
+  load_tile<B_r, D, THREADS>(Q_s, a.q_head<T>(b, head) + row_0 * a.q_strides.row, a.q_strides.row, a.q_len - row_0);
+
+  float O_i[R][D / 8][4] = {};      // rows g and g + 8 of each 16, columns 8 e + 2t and the next
+  float m_i[R][2], l_i[R][2] = {};  // of those two rows
+  for (int r = 0; r < R; ++r) m_i[r][0] = m_i[r][1] = -INFINITY;
+
+  const int end = a.visible(min(row_0 + B_r, a.q_len) - 1);  // no row of the block sees keys from this one on
+  for (int col_0 = 0; col_0 < end; col_0 += B_c) {           // line 6; tiles past end are skipped
+    load_tile<B_c, D, THREADS>(K_s, k, a.k_strides.row, a.kv_len - col_0);  // line 7
+    load_tile<B_c, D, THREADS>(V_s, v, a.v_strides.row, a.kv_len - col_0);
+    k += B_c * a.k_strides.row;
+    v += B_c * a.v_strides.row;
+    __syncthreads();  // K_j and V_j (and Q_i) complete
+
+    float S[R][B_c / 8][4] = {};  // line 8
+#pragma unroll
+    for (int e = 0; e < D / 16; ++e) {
+      uint32_t Q[R][4];
+#pragma unroll
+      for (int r = 0; r < R; ++r) ldmatrix_x4(Q[r], Q_s + 16 * (R * warp + r) * D + (a_lane + 16 * e));
+#pragma unroll
+      for (int c = 0; c < B_c / 16; ++c) {
+        uint32_t K[4];
+        ldmatrix_x4(K, K_s + 16 * c * D + (b_lane + 16 * e));
+#pragma unroll
+        for (int r = 0; r < R; ++r) mma_16x16<T>(S[r][2 * c], S[r][2 * c + 1], Q[r], K);
+      }
+    }
+
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int seen = a.visible(row_w + 16 * r + g + i / 2 * 8) - col_0 - 2 * t - i % 2;
+#pragma unroll
+        for (int c = 0; c < B_c / 8; ++c) S[r][c][i] = 8 * c < seen ? scale * S[r][c][i] : -INFINITY;
+      }
+    }
+
+#pragma unroll
+    for (int r = 0; r < R; ++r) {  // line 9
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float m_new = m_i[r][h], sum = 0.0f;
+#pragma unroll
+        for (int c = 0; c < B_c / 8; ++c) m_new = fmaxf(m_new, fmaxf(S[r][c][2 * h], S[r][c][2 * h + 1]));
+        m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 1));
+        m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 2));
+        const float shift = m_new == -INFINITY ? 0.0f : m_new;  // no key so far: -inf - -inf would be NaN
+        const float rescale = exp2f(m_i[r][h] - shift);
+        m_i[r][h] = m_new;
+#pragma unroll
+        for (int c = 0; c < B_c / 8; ++c) {
+#pragma unroll
+          for (int i = 2 * h; i < 2 * h + 2; ++i) {
+            S[r][c][i] = exp2f(S[r][c][i] - shift);  // P
+            sum += S[r][c][i];
+          }
+          *reinterpret_cast<uint32_t*>(P_s + offset<B_c>(16 * (R * warp + r) + g + 8 * h, c) + 2 * t) =
+              pack<T>(S[r][c][2 * h], S[r][c][2 * h + 1]);
+        }
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        l_i[r][h] = rescale * l_i[r][h] + sum;
+#pragma unroll
+        for (int e = 0; e < D / 8; ++e) {
+          O_i[r][e][2 * h] *= rescale;
+          O_i[r][e][2 * h + 1] *= rescale;
+        }
+      }
+    }
+
+    __syncwarp();  // P complete; a warp reads none but its own rows
+#pragma unroll
+    for (int c = 0; c < B_c / 16; ++c) {  // line 10
+      uint32_t P[R][4];
+#pragma unroll
+      for (int r = 0; r < R; ++r) ldmatrix_x4(P[r], P_s + 16 * (R * warp + r) * B_c + (p_lane + 16 * c));
+#pragma unroll
+      for (int e = 0; e < D / 16; ++e) {
+        uint32_t V[4];
+        ldmatrix_x4_trans(V, V_s + 16 * c * D + (a_lane + 16 * e));
+#pragma unroll
+        for (int r = 0; r < R; ++r) mma_16x16<T>(O_i[r][2 * e], O_i[r][2 * e + 1], P[r], V);
+      }
+    }
+    __syncthreads();  // K_j, V_j and P consumed
+  }
+
+  T* out = a.out_head<T>(b, head) + row_w * a.out_strides.row;
+#pragma unroll
+  for (int r = 0; r < R; ++r) {  // line 12
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float inverse = l_i[r][h] == 0.0f ? 0.0f : 1.0f / l_i[r][h];
+      const int row = 16 * r + g + 8 * h;
+      if (row_w + row >= a.q_len) continue;
+#pragma unroll
+      for (int e = 0; e < D / 8; ++e)
+        *reinterpret_cast<uint32_t*>(out + row * a.out_strides.row + 8 * e + 2 * t) =
+            pack<T>(inverse * O_i[r][e][2 * h], inverse * O_i[r][e][2 * h + 1]);
+    }
+  }
+}
+
+template <typename T, int HEAD_DIM>
+static cudaError_t launch(const Attention& a, cudaStream_t stream) {
+  constexpr int B_r = 128, B_c = 64, WARPS = 4;
+  constexpr int bytes = ((B_r + 2 * B_c) * HEAD_DIM + B_r * B_c) * sizeof(T);  // Q_i, K_j, V_j, P
+  const auto kernel = attention_kernel<T, HEAD_DIM, B_r, B_c, WARPS>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;  // more than this GPU's blocks can have
+  const dim3 grid(ceil_div(a.q_len, B_r), a.heads, a.batch);
+  attention_kernel<T, HEAD_DIM, B_r, B_c, WARPS><<<grid, 32 * WARPS, bytes, stream>>>(a);
+  return cudaGetLastError();
+}
+
+extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
+                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
+                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
+                                 int dtype, cudaStream_t stream) {
+  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
+                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
+  if (head_dim != 64 && head_dim != 128) return cudaErrorInvalidValue;
+  if (dtype == FLOAT16) return head_dim == 64 ? launch<__half, 64>(a, stream) : launch<__half, 128>(a, stream);
+  if (dtype == BFLOAT16)
+    return head_dim == 64 ? launch<__nv_bfloat16, 64>(a, stream) : launch<__nv_bfloat16, 128>(a, stream);
+  return cudaErrorInvalidValue;
+}

@@ -1,0 +1,210 @@
+// Rung 13, ping-pong: the softmax runs while the tensor cores multiply, another warpgroup's tiles and its own.
+// architectures: sm_90a
+// FlashAttention-2 forward [FA2] arXiv:2307.08691, Algorithm 1, scheduled as in [FA3] arXiv:2407.08608, sections 3.1, 3.2.
+//
+//   q, out (batch, q_len, heads, head_dim)      k, v (batch, kv_len, kv_heads, head_dim)      fp16 or bf16, sums in fp32
+//   grid  (ceil(q_len / B_r) heads batch)       one block for each Q_i; its rows of one head are neighbours: K, V in L2
+//   block (128 (1 + CONSUMERS))                 one to a multiprocessor: it has all the registers
+//     warp 0, one thread   the producer: asks TMA for Q_i, K_j and V_j as soon as a buffer is free
+//     warps 1 to 3         leave at once; registers are handed over by whole warpgroups
+//     the other warps      consumers: warpgroup w has the rows 64 w ... 64 w + 63 of Q_i, and all columns
+//   head_dim 64, 128 or 256, scale above 0, pointers and strides multiples of 16 bytes: the caller has checked
+//
+//   line  8    S   = Q_i K_j^T                  wgmma, both operands from shared memory
+//   line  9    m'  = max(m_i, rowmax(S))        four lanes share a row: two shuffles
+//              P   = exp(S - m'),  l_i = exp(m_i - m') l_i + rowsum(P)
+//   line 10    O_i = diag(exp(m_i - m')) O_i + P V_j      wgmma, P from registers
+//   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
+//
+// Against rung 12, where a warpgroup waits for S, then computes P, then waits for P V_j: a multiprocessor does 16 exp2 a
+// cycle, and 4,096 operations of a product. 128 x 128 numbers of S are 1,024 cycles of exp2 beside 2,048 of products at
+// head_dim 128, beside 1,024 at 64, and the maximum and the sum come on top. So softmax has to run beside products
+//   of another warpgroup   consumers take turns: one issues its products, then lets the next one issue, and does its
+//                          softmax meanwhile. In rung 12 they can fall into step, and all wait for the tensor cores at once
+//   of its own             the next S is issued before P V_j, which waits in the tensor cores' queue behind it. S is
+//                          complete first; its softmax runs while P V_j does. That P is kept until P V_j is complete costs
+//                          registers: S and P at once, B_c / 2 + B_c / 4
+//   masks                  the compiler lets nothing but straight code stand between the beginning of a wgmma and the wait
+//                          for it (a branch, and it waits at once: warning C7515). So there are two loops, for the blocks
+//                          that the diagonal or the end cuts, which are the last ones and now come first, and for the others
+//
+// What limits it now: the beginning and the end of a block, when there is nothing to overlap.
+//
+// Shared memory, with 1,024-byte alignment for the swizzle: (B_r + 4 B_c) head_dim 2 bytes
+//   head_dim  64: B_r 192, B_c 128    24 + 4 * 16 =  88 KiB
+//            128: B_r 128, B_c 128    32 + 4 * 32 = 160 KiB
+//            256: B_r 128, B_c  80    64 + 4 * 40 = 224 KiB
+// Registers: launched with 65,536 / threads for each. Then the producer's warpgroup keeps 24 (32), and each of 2 (3)
+// consumers has 240 (160): O_i head_dim / 2, S B_c / 2, P B_c / 4.
+#include <cuda_runtime.h>
+
+#include "attention.cuh"
+#include "hopper.cuh"
+#include "warpgroup.cuh"
+
+constexpr int STAGES = 2;  // of the rings of K and V
+
+template <int D, int CONSUMERS, int B_c>
+struct Shared {
+  static constexpr int B_r = 64 * CONSUMERS;
+  alignas(1024) uint16_t Q[B_r * D];
+  alignas(1024) uint16_t K[STAGES][B_c * D], V[STAGES][B_c * D];
+  // full: the buffer's contents have arrived. empty: all its readers are done with it
+  uint64_t q_full, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+};
+
+template <typename T, int D, int CONSUMERS, int B_c>
+__global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1)
+attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CUtensorMap q_map,
+                 const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
+  constexpr int B_r = 64 * CONSUMERS;
+  extern __shared__ __align__(1024) uint8_t raw[];
+  auto& s = *reinterpret_cast<Shared<D, CONSUMERS, B_c>*>(raw);
+
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // the shuffle tells the compiler: one for all lanes
+  if (threadIdx.x == 0) {
+    mbarrier_init(&s.q_full, 1);
+    for (int i = 0; i < STAGES; ++i) {
+      mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], 4 * CONSUMERS);  // the consumers' warps
+      mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], 4 * CONSUMERS);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();  // barriers initialised before anyone uses them
+
+  const int row_blocks = ceil_div(a.q_len, B_r), of_all = blockIdx.x / row_blocks;
+  const int head = of_all % a.heads, b = of_all / a.heads;
+  const int row_0 = (row_blocks - 1 - blockIdx.x % row_blocks) * B_r;           // causal: the longest rows start first
+  const int blocks = ceil_div(a.visible(min(row_0 + B_r, a.q_len) - 1), B_c);  // of K and V, that some row sees
+  Ring<STAGES> k, v;
+
+  if (warpgroup == 0) {
+    registers_give<CONSUMERS == 2 ? 24 : 32>();
+    if (threadIdx.x == 0 && blocks > 0) {  // the producer
+      const int kv_head = head / (a.heads / a.kv_heads);
+      mbarrier_arrive_expect(&s.q_full, B_r * D * sizeof(T));
+      tma_load(s.Q, &q_map, &s.q_full, row_0, head, b);
+      for (int j = blocks - 1; j >= -1; --j) {  // line 7, in the order of use: K, K V, K V, ..., V
+        if (j >= 0) {
+          mbarrier_wait(&s.k_empty[k.index], k.parity ^ 1);
+          mbarrier_arrive_expect(&s.k_full[k.index], B_c * D * sizeof(T));
+          tma_load(s.K[k.index], &k_map, &s.k_full[k.index], j * B_c, kv_head, b);
+          k.next();
+        }
+        if (j < blocks - 1) {
+          mbarrier_wait(&s.v_empty[v.index], v.parity ^ 1);
+          mbarrier_arrive_expect(&s.v_full[v.index], B_c * D * sizeof(T));
+          tma_load(s.V[v.index], &v_map, &s.v_full[v.index], (j + 1) * B_c, kv_head, b);
+          v.next();
+        }
+      }
+    }
+    return;
+  }
+
+  // ---- A consumer
+  registers_take<CONSUMERS == 2 ? 240 : 160>();
+  const int wg = warpgroup - 1, warp = threadIdx.x % WARPGROUP / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int row = row_0 + wg * 64 + warp * 16 + g;
+  const float scale = a.scale * LOG2_E;
+
+  // Consumers take turns: named barrier 1 + w lets consumer w issue its products. While they run, it does its softmax, and
+  // the next consumer's products queue up behind them.
+  const auto wait_for_turn = [&] { barrier_sync(1 + wg, 2 * WARPGROUP); };
+  const auto pass_turn = [&] { barrier_arrive(1 + (wg + 1) % CONSUMERS, 2 * WARPGROUP); };
+  if (wg == CONSUMERS - 1) pass_turn();  // the first one begins
+
+  float S[B_c / 2], O_i[D / 2] = {}, l_i[2] = {}, rescale[2];  // row g: h = 0, row g + 8: h = 1
+  float m_i[2] = {-INFINITY, -INFINITY};
+  uint32_t P[B_c / 4];
+  const auto make_P = [&] {
+#pragma unroll
+    for (int i = 0; i < B_c / 4; ++i) P[i] = pack<T>(S[2 * i], S[2 * i + 1]);
+  };
+
+  if (blocks > 0) {
+    const int seen[2] = {a.visible(row) - 2 * t, a.visible(row + 8) - 2 * t};  // counted from this thread's first column
+    const int whole = a.visible(row_0 + wg * 64) / B_c;                        // all rows see all of the blocks before
+
+    int j = blocks - 1;  // the first S has no P V_j beside it
+    mbarrier_wait(&s.q_full, 0);
+    mbarrier_wait(&s.k_full[k.index], k.parity);
+    wait_for_turn();
+    begin_S<T, D, B_r, B_c>(S, s.Q + wg * 64 * 64, s.K[k.index]);  // line 8
+    pass_turn();
+    wgmma_wait<0>();
+    arrive_as_warp(&s.k_empty[k.index]);  // S is complete: K_j has been read
+    k.next();
+    softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});  // line 9
+    make_P();
+
+    // Each further S, beside the P V_j of the block before: S is complete first, and softmax runs while P V_j still does
+    const auto step = [&](auto masked) {
+      mbarrier_wait(&s.k_full[k.index], k.parity);
+      wait_for_turn();
+      begin_S<T, D, B_r, B_c>(S, s.Q + wg * 64 * 64, s.K[k.index]);  // line 8
+      mbarrier_wait(&s.v_full[v.index], v.parity);
+      begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);  // line 10
+      pass_turn();
+      wgmma_wait<1>();
+      arrive_as_warp(&s.k_empty[k.index]);
+      k.next();
+      softmax<masked.value, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});  // line 9
+      wgmma_wait<0>();
+      keep_here(O_i);
+      keep_here(P);
+      arrive_as_warp(&s.v_empty[v.index]);  // O_i is complete: V_j has been read
+      v.next();
+#pragma unroll
+      for (int i = 0; i < D / 2; ++i) O_i[i] *= rescale[i / 2 % 2];  // line 10
+      make_P();
+    };
+    for (--j; j >= whole; --j) step(std::true_type{});
+#pragma unroll 1
+    for (; j >= 0; --j) step(std::false_type{});
+
+    mbarrier_wait(&s.v_full[v.index], v.parity);
+    begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);
+    wgmma_wait<0>();
+    keep_here(O_i);
+  }
+  if (wg == 0) wait_for_turn();  // the last consumer's last pass_turn(): no barrier is left half full
+  invert(l_i);
+  T* out = a.out_head<T>(b, head) + int64_t(row) * a.out_strides.row + 8 * t;
+  write_rows<D>(out, a.out_strides.row, a.q_len - row, O_i, l_i);  // line 12
+}
+
+template <typename T, int D, int CONSUMERS, int B_c>
+static cudaError_t launch(const Attention& a, cudaStream_t stream) {
+  constexpr int B_r = 64 * CONSUMERS, bytes = sizeof(Shared<D, CONSUMERS, B_c>);
+  static_assert(bytes <= 227 * 1024, "what a block can have");
+  CUtensorMap q_map, k_map, v_map;
+  cudaError_t error;
+  if ((error = make_tensor_map<T>(&q_map, a.q, a.q_strides, a.batch, a.q_len, a.heads, D, B_r))) return error;
+  if ((error = make_tensor_map<T>(&k_map, a.k, a.k_strides, a.batch, a.kv_len, a.kv_heads, D, B_c))) return error;
+  if ((error = make_tensor_map<T>(&v_map, a.v, a.v_strides, a.batch, a.kv_len, a.kv_heads, D, B_c))) return error;
+  const auto kernel = attention_kernel<T, D, CONSUMERS, B_c>;
+  if ((error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))) return error;
+  const int grid = ceil_div(a.q_len, B_r) * a.heads * a.batch;
+  kernel<<<grid, (1 + CONSUMERS) * WARPGROUP, bytes, stream>>>(a, q_map, k_map, v_map);
+  return cudaGetLastError();
+}
+
+template <typename T>
+static cudaError_t launch(const Attention& a, int head_dim, cudaStream_t stream) {
+  if (head_dim == 64) return launch<T, 64, 3, 128>(a, stream);
+  if (head_dim == 128) return launch<T, 128, 2, 128>(a, stream);
+  if (head_dim == 256) return launch<T, 256, 2, 80>(a, stream);
+  return cudaErrorInvalidValue;
+}
+
+extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
+                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
+                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
+                                 int dtype, cudaStream_t stream) {
+  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
+                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
+  if (dtype == FLOAT16) return launch<__half>(a, head_dim, stream);
+  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(a, head_dim, stream);
+  return cudaErrorInvalidValue;
+}

@@ -1,0 +1,318 @@
+// Rung 14, persistent: blocks stay, and one tile's end overlaps the next one's beginning.
+// architectures: sm_90a
+// FlashAttention-2 forward [FA2] arXiv:2307.08691, Algorithm 1, scheduled as in [FA3] arXiv:2407.08608, section 3.
+//
+//   q, out (batch, q_len, heads, head_dim)      k, v (batch, kv_len, kv_heads, head_dim)      fp16 or bf16, sums in fp32
+//   tile   B_r rows of one head, and of K and V what they see, in blocks of B_c keys, the last one first
+//   grid   (as many blocks as multiprocessors)  each takes tile after tile
+//   block  (128 (1 + CONSUMERS))                one to a multiprocessor: it has all the registers
+//     warp 0, one thread   the producer: asks TMA for Q_i, K_j and V_j as soon as a buffer is free
+//     warp 1, one thread   the scheduler: says which tile comes next
+//     warps 2 and 3        leave at once; registers are handed over by whole warpgroups
+//     the other warps      consumers: warpgroup w has the rows 64 w ... 64 w + 63 of Q_i, and all columns
+//   head_dim 64, 128 or 256, scale above 0, pointers and strides multiples of 16 bytes: the caller has checked
+//
+//   line  8    S   = Q_i K_j^T                  wgmma, both operands from shared memory
+//   line  9    m'  = max(m_i, rowmax(S))        four lanes share a row: two shuffles
+//              P   = exp(S - m'),  l_i = exp(m_i - m') l_i + rowsum(P)
+//   line 10    O_i = diag(exp(m_i - m')) O_i + P V_j      wgmma, P from registers
+//   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
+//
+// Against rung 13: a block there computes nothing before its first Q_i and K_j arrive, nor while its last rows are written;
+// with B_r = 128, head_dim 128 and 2,048 keys a tile is 134 MFLOP, 26 us, and at 512 keys 6.5: the pauses are a good part
+// of it. Here
+//   pipeline   the producer runs on into the next tile, and Q_i has two buffers. The last P V_j of a tile is issued behind
+//              the first S of the next one, and O_i is written when both are done: a tile's border costs what a step costs
+//   order      causal: the longest row block and the shortest one, the second longest and the second shortest, ... are
+//              units of equal length, handed out in turn. An atomic counter with the longest first balances as well
+//              and was slower: its blocks spread over all heads, whose K and V the L2 cache cannot hold (head_dim 128:
+//              640 against 680 TFLOP/s at 16,384 keys, 550 against 586 at 2,048); it wants zeroed memory, too
+//   tile sizes by head_dim and q_len: the table at the end of the file
+//
+// Shared memory, with 1,024-byte alignment for the swizzle: Q_i twice, K_j and V_j in rings of two:
+//   (Q_STAGES B_r + 4 B_c) head_dim 2 bytes     64: 80 or 96 KiB + 0 or 16,  128: 192 KiB,  256: 224 KiB with one Q_i
+// Registers: launched with 65,536 / threads for each. Then the producer's warpgroup keeps 24 (32), and each of 2 (3)
+// consumers has 240 (160): O_i head_dim / 2, S B_c / 2, P B_c / 4.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "attention.cuh"
+#include "hopper.cuh"
+#include "warpgroup.cuh"
+
+constexpr int STAGES = 2;  // of the rings of K and V
+
+// What the scheduler hands out. blocks: of K and V; -1: no more tiles
+struct Tile {
+  int row_0, head, b, blocks;
+};
+
+template <int D, int CONSUMERS, int B_c, int Q_STAGES>
+struct Shared {
+  static constexpr int B_r = 64 * CONSUMERS;
+  alignas(1024) uint16_t Q[Q_STAGES][B_r * D];
+  alignas(1024) uint16_t K[STAGES][B_c * D], V[STAGES][B_c * D];
+  Tile tile[2];
+  // full: the buffer's contents have arrived. empty: all its readers are done with it
+  uint64_t q_full[Q_STAGES], q_empty[Q_STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+  uint64_t tile_full[2], tile_empty[2];
+};
+
+// The order of the tiles. A group is one head or two, its row blocks sorted by length: number i is row block i / heads.
+// Unit i of a group is tile i, and if paired the longest but i before it.
+struct Plan {
+  int row_blocks, group, units_a_group, units;
+  bool paired;
+};
+
+template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES>
+__global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1)
+attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CUtensorMap q_map,
+                 const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map, const Plan plan) {
+  constexpr int B_r = 64 * CONSUMERS;
+  extern __shared__ __align__(1024) uint8_t raw[];
+  auto& s = *reinterpret_cast<Shared<D, CONSUMERS, B_c, Q_STAGES>*>(raw);
+
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // the shuffle tells the compiler: one for all lanes
+  if (threadIdx.x == 0) {
+    for (const CUtensorMap* map : {&q_map, &k_map, &v_map}) tma_prefetch(map);
+    for (int i = 0; i < Q_STAGES; ++i) mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], 4 * CONSUMERS);
+    for (int i = 0; i < STAGES; ++i) {
+      mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], 4 * CONSUMERS);  // the consumers' warps
+      mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], 4 * CONSUMERS);
+    }
+    for (int i = 0; i < 2; ++i) mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], 4 * CONSUMERS + 1);
+    mbarrier_init_fence();
+  }
+  __syncthreads();  // barriers initialised before anyone uses them
+
+  Ring<2> tiles;
+  const auto take_tile = [&] {  // the next one; by whole warps, or one thread
+    mbarrier_wait(&s.tile_full[tiles.index], tiles.parity);
+    return s.tile[tiles.index];
+  };
+
+  if (warpgroup == 0) {
+    registers_give<CONSUMERS == 2 ? 24 : 32>();
+    if (threadIdx.x == 32) {  // the scheduler
+      const auto hand_out = [&](Tile tile) {
+        mbarrier_wait(&s.tile_empty[tiles.index], tiles.parity ^ 1);
+        s.tile[tiles.index] = tile;
+        mbarrier_arrive(&s.tile_full[tiles.index]);
+        tiles.next();
+      };
+      const auto tile_of = [&](int i, int first, int heads) {
+        const int row_0 = i / heads * B_r, of_all = first + i % heads, b = of_all / a.heads;
+        return Tile{row_0, of_all - b * a.heads, b, ceil_div(a.visible(min(row_0 + B_r, a.q_len) - 1), B_c)};
+      };
+      for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
+        const int group = unit / plan.units_a_group, first = group * plan.group;  // first: its first head
+        const int heads = min(plan.group, a.batch * a.heads - first);             // the last group may have only one
+        const int i = unit - group * plan.units_a_group, last = heads * plan.row_blocks - 1;
+        if (plan.paired && i != last - i) hand_out(tile_of(last - i, first, heads));
+        hand_out(tile_of(i, first, heads));
+      }
+      hand_out({0, 0, 0, -1});
+    } else if (threadIdx.x == 0) {  // the producer
+      Ring<Q_STAGES> q;
+      Ring<STAGES> k, v;
+      while (true) {
+        const Tile tile = take_tile();
+        mbarrier_arrive(&s.tile_empty[tiles.index]);
+        tiles.next();
+        if (tile.blocks < 0) break;
+        const int kv_head = tile.head / (a.heads / a.kv_heads);
+        for (int j = tile.blocks - 1; j >= -1 && tile.blocks; --j) {  // line 7, in the order of use: K Q, K V, K V, ..., V
+          if (j >= 0) {
+            mbarrier_wait(&s.k_empty[k.index], k.parity ^ 1);
+            mbarrier_arrive_expect(&s.k_full[k.index], B_c * D * sizeof(T));
+            tma_load(s.K[k.index], &k_map, &s.k_full[k.index], j * B_c, kv_head, tile.b);
+            k.next();
+          }
+          if (j == tile.blocks - 1) {
+            mbarrier_wait(&s.q_empty[q.index], q.parity ^ 1);
+            mbarrier_arrive_expect(&s.q_full[q.index], B_r * D * sizeof(T));
+            tma_load(s.Q[q.index], &q_map, &s.q_full[q.index], tile.row_0, tile.head, tile.b);
+            q.next();
+          } else {
+            mbarrier_wait(&s.v_empty[v.index], v.parity ^ 1);
+            mbarrier_arrive_expect(&s.v_full[v.index], B_c * D * sizeof(T));
+            tma_load(s.V[v.index], &v_map, &s.v_full[v.index], (j + 1) * B_c, kv_head, tile.b);
+            v.next();
+          }
+        }
+      }
+    }
+    return;
+  }
+
+  // ---- A consumer
+  registers_take<CONSUMERS == 2 ? 240 : 160>();
+  const int wg = warpgroup - 1, warp = threadIdx.x % WARPGROUP / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const float scale = a.scale * LOG2_E;
+  Ring<Q_STAGES> q;
+  Ring<STAGES> k, v;
+
+  // Consumers take turns: named barrier 1 + w lets consumer w issue its products. While they run, it does its softmax, and
+  // the next consumer's products queue up behind them.
+  const auto wait_for_turn = [&] { barrier_sync(1 + wg, 2 * WARPGROUP); };
+  const auto pass_turn = [&] { barrier_arrive(1 + (wg + 1) % CONSUMERS, 2 * WARPGROUP); };
+  if (wg == CONSUMERS - 1) pass_turn();  // the first one begins
+
+  float S[B_c / 2], O_i[D / 2], m_i[2], l_i[2] = {0.0f, 0.0f}, rescale[2];  // row g: h = 0, row g + 8: h = 1
+  uint32_t P[B_c / 4];
+  bool pending = false;  // the tile before still lacks its last P V_j, and is not written
+  T* pending_out = nullptr;
+  int pending_rows = 0;
+  const auto make_P = [&] {
+#pragma unroll
+    for (int i = 0; i < B_c / 4; ++i) P[i] = pack<T>(S[2 * i], S[2 * i + 1]);
+  };
+
+  while (true) {
+    const Tile tile = take_tile();
+    __syncwarp();  // all lanes have read it
+    arrive_as_warp(&s.tile_empty[tiles.index]);
+    tiles.next();
+    if (tile.blocks < 0) break;
+    const int row = tile.row_0 + wg * 64 + warp * 16 + g;
+    T* out = a.out_head<T>(tile.b, tile.head) + int64_t(row) * a.out_strides.row + 8 * t;
+    if (tile.blocks == 0) {  // none of the rows sees a key
+      for (int e = 0; e < D; e += 32) {
+        if (row < a.q_len) *reinterpret_cast<uint4*>(out + e) = make_uint4(0, 0, 0, 0);
+        if (row + 8 < a.q_len) *reinterpret_cast<uint4*>(out + 8 * a.out_strides.row + e) = make_uint4(0, 0, 0, 0);
+      }
+      continue;
+    }
+    const int seen[2] = {a.visible(row) - 2 * t, a.visible(row + 8) - 2 * t};  // counted from this thread's first column
+    const int whole = a.visible(tile.row_0 + wg * 64) / B_c;                   // all rows see all of the blocks before
+
+    // The first S of this tile, beside the last P V_j of the one before
+    int j = tile.blocks - 1;
+    mbarrier_wait(&s.q_full[q.index], q.parity);
+    mbarrier_wait(&s.k_full[k.index], k.parity);
+    wait_for_turn();
+    begin_S<T, D, B_r, B_c>(S, s.Q[q.index] + wg * 64 * 64, s.K[k.index]);  // line 8
+    if (pending) {
+      mbarrier_wait(&s.v_full[v.index], v.parity);
+      begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);  // line 10
+      pass_turn();
+      wgmma_wait<1>();
+    } else {
+      pass_turn();
+      wgmma_wait<0>();
+    }
+    arrive_as_warp(&s.k_empty[k.index]);  // S is complete: K_j has been read
+    k.next();
+    invert(l_i);
+    const float inverse[2] = {l_i[0], l_i[1]};
+    m_i[0] = m_i[1] = -INFINITY;
+    l_i[0] = l_i[1] = 0.0f;
+    softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});
+    wgmma_wait<0>();
+    keep_here(O_i);
+    keep_here(P);
+    if (pending) {
+      arrive_as_warp(&s.v_empty[v.index]);  // O_i is complete: V_j has been read
+      v.next();
+      write_rows<D>(pending_out, a.out_strides.row, pending_rows, O_i, inverse);  // line 12
+    }
+#pragma unroll
+    for (int i = 0; i < D / 2; ++i) O_i[i] = 0.0f;
+    make_P();
+    pending = true;
+    pending_out = out;
+    pending_rows = a.q_len - row;
+
+    // Each further S, beside the P V_j of the block before: S is complete first, and softmax runs while P V_j still does
+    const auto step = [&](auto masked) {
+      mbarrier_wait(&s.k_full[k.index], k.parity);
+      wait_for_turn();
+      begin_S<T, D, B_r, B_c>(S, s.Q[q.index] + wg * 64 * 64, s.K[k.index]);  // line 8
+      mbarrier_wait(&s.v_full[v.index], v.parity);
+      begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);  // line 10
+      pass_turn();
+      wgmma_wait<1>();
+      arrive_as_warp(&s.k_empty[k.index]);
+      k.next();
+      softmax<masked.value, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});  // line 9
+      wgmma_wait<0>();
+      keep_here(O_i);
+      keep_here(P);
+      arrive_as_warp(&s.v_empty[v.index]);
+      v.next();
+#pragma unroll
+      for (int i = 0; i < D / 2; ++i) O_i[i] *= rescale[i / 2 % 2];  // line 10
+      make_P();
+    };
+    for (--j; j >= whole; --j) step(std::true_type{});
+#pragma unroll 1
+    for (; j >= 0; --j) step(std::false_type{});
+    arrive_as_warp(&s.q_empty[q.index]);
+    q.next();
+  }
+  if (wg == 0) wait_for_turn();  // the last consumer's last pass_turn(): no barrier is left half full
+  if (pending) {
+    mbarrier_wait(&s.v_full[v.index], v.parity);
+    begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);
+    invert(l_i);
+    wgmma_wait<0>();
+    keep_here(O_i);
+    write_rows<D>(pending_out, a.out_strides.row, pending_rows, O_i, l_i);
+  }
+}
+
+template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES>
+static cudaError_t launch_tiles(const Attention& a, cudaStream_t stream) {
+  constexpr int B_r = 64 * CONSUMERS, bytes = sizeof(Shared<D, CONSUMERS, B_c, Q_STAGES>);
+  static_assert(bytes <= 227 * 1024, "what a block can have");
+  CUtensorMap q_map, k_map, v_map;
+  cudaError_t error;
+  if ((error = make_tensor_map<T>(&q_map, a.q, a.q_strides, a.batch, a.q_len, a.heads, D, B_r))) return error;
+  if ((error = make_tensor_map<T>(&k_map, a.k, a.k_strides, a.batch, a.kv_len, a.kv_heads, D, B_c))) return error;
+  if ((error = make_tensor_map<T>(&v_map, a.v, a.v_strides, a.batch, a.kv_len, a.kv_heads, D, B_c))) return error;
+  const auto kernel = attention_kernel<T, D, CONSUMERS, B_c, Q_STAGES>;
+  if ((error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))) return error;
+  int device, multiprocessors;
+  if ((error = cudaGetDevice(&device))) return error;
+  if ((error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device))) return error;
+
+  const int heads = a.batch * a.heads;
+  Plan plan;
+  plan.row_blocks = ceil_div(a.q_len, B_r);
+  plan.paired = a.causal && heads * plan.row_blocks > multiprocessors;  // else each block has one tile at most
+  plan.group = plan.paired ? 1 + plan.row_blocks % 2 : 1;  // odd: the block in the middle is paired with another head's
+  plan.units_a_group = plan.paired ? plan.group * plan.row_blocks / 2 : plan.row_blocks;
+  plan.units = heads / plan.group * plan.units_a_group + heads % plan.group * ceil_div(plan.row_blocks, 2);
+  kernel<<<std::min(multiprocessors, plan.units), (1 + CONSUMERS) * WARPGROUP, bytes, stream>>>(a, q_map, k_map, v_map, plan);
+  return cudaGetLastError();
+}
+
+// Tile sizes, as measured on an H200.
+template <typename T>
+static cudaError_t launch(const Attention& a, int head_dim, cudaStream_t stream) {
+  switch (head_dim) {
+    case 64:  // 192 rows: for each K and V fetched, half as much again is computed. But 512 rows are 2.67 of them, and a
+              // causal diagonal wastes more: at 512 rows 255 TFLOP/s with 128, 236 with 192; at 1,024 328 and 307.
+              // Not causal, 192 wins: 393 against 368 at 512, 521 against 442 at 2,048
+      if (a.q_len <= (a.causal ? 1024 : 128)) return launch_tiles<T, 64, 2, 128, 2>(a, stream);
+      return launch_tiles<T, 64, 3, 128, 2>(a, stream);
+    case 128:  // O_i 64, S 64 and P 32 of 240 registers; all of 192 KiB
+      return launch_tiles<T, 128, 2, 128, 2>(a, stream);
+    case 256:  // O_i alone has 128 registers, Q_i 64 KiB: more than 80 keys, or a second Q_i, there is no room for
+      return launch_tiles<T, 256, 2, 80, 1>(a, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
+                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
+                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
+                                 int dtype, cudaStream_t stream) {
+  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
+                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
+  if (dtype == FLOAT16) return launch<__half>(a, head_dim, stream);
+  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(a, head_dim, stream);
+  return cudaErrorInvalidValue;
+}

@@ -1,0 +1,237 @@
+// What Hopper (sm_90a) adds, as functions: one PTX instruction each, or the few that belong together.
+//
+//   TMA        one thread asks for a whole tile; it lands in shared memory, swizzled, and an mbarrier counts its bytes
+//   mbarrier   full: the tile has landed; empty: its readers are done. A waiter passes the parity of the phase it waits for
+//   wgmma      the four warps of a warpgroup multiply a 64 x 16 tile by a 16 x N one; it runs while they do other things
+//   registers  a warpgroup hands registers back, another one takes them
+//   barriers   named ones, for some of a block's warps
+//
+// A tile [rows][d] of 16-bit values stands in shared memory as [d / 64][rows][64]: 64 values are the 128 bytes of a
+// swizzle row, in which TMA and wgmma both exchange the 16-byte chunk c of row r for chunk c ^ (r % 8). It has to start at a
+// multiple of 1024 bytes.
+#pragma once
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "tensor.cuh"
+
+// ---- Tensor maps (host): what a TMA load or store needs to know of a tensor. Passed by value as __grid_constant__.
+
+// A (batch, rows, heads, head_dim) tensor of 16-bit values in boxes of box_rows rows of one head, as five dimensions:
+// (64 values, row, head_dim / 64, head, batch), so that one load brings a tile in the layout above. Rows past the end are
+// zeros when read, and not written. Pointer and strides have to be multiples of 16 bytes.
+template <typename T>
+inline cudaError_t make_tensor_map(CUtensorMap* map, const void* data, Strides strides, int batch, int rows, int heads,
+                                   int head_dim, int box_rows) {
+  static_assert(sizeof(T) == 2, "tensor maps of 16-bit values");
+  static const auto encode = [] {  // the driver's function, found through the runtime: libcuda is not linked
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  if (!encode) return cudaErrorNotSupported;
+  const auto bytes = [](int64_t stride, int size) { return size > 1 ? cuuint64_t(stride) * sizeof(T) : 16; };
+  const cuuint64_t sizes[5] = {64, cuuint64_t(rows), cuuint64_t(head_dim / 64), cuuint64_t(heads), cuuint64_t(batch)};
+  const cuuint64_t pitches[4] = {bytes(strides.row, rows), 128, bytes(strides.head, heads), bytes(strides.batch, batch)};
+  const cuuint32_t box[5] = {64, cuuint32_t(box_rows), cuuint32_t(head_dim / 64), 1, 1}, steps[5] = {1, 1, 1, 1, 1};
+  const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const CUresult result =
+      encode(map, type, 5, const_cast<void*>(data), sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+#define DEVICE __device__ __forceinline__
+
+DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// ---- mbarrier
+
+DEVICE void mbarrier_init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
+}
+
+// After the inits, before a __syncthreads(): makes them visible to TMA as well.
+DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEVICE void mbarrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Arrives, and lets the phase wait for this many bytes as well.
+DEVICE void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+// Until the phase of this parity is over. A new barrier is in phase 0: waiting for parity 1 passes at once.
+DEVICE void mbarrier_wait(uint64_t* barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra over;\nbra again;\nover:\n}" ::"r"(shared_address(barrier)),
+      "r"(parity) : "memory");
+}
+
+// ---- TMA
+
+DEVICE void tma_prefetch(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Rows row... of one head, all of head_dim, to shared memory; barrier counts the bytes.
+DEVICE void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, int row, int head, int b) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %3, %5, %6}], "
+      "[%2];" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(0), "r"(row), "r"(head), "r"(b)
+      : "memory");
+}
+
+// The way back. Written values become visible to TMA by fence_async_proxy() and a barrier before it.
+DEVICE void tma_store(const CUtensorMap* map, const void* from, int row, int head, int b) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %2, %4, %5}], [%1];" ::"l"(map),
+               "r"(shared_address(from)), "r"(0), "r"(row), "r"(head), "r"(b) : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until the stores of this thread have read shared memory, which may then be written again.
+DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- Warpgroups
+
+template <int Registers>
+DEVICE void registers_give() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers)); }
+template <int Registers>
+DEVICE void registers_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers)); }
+
+// Barrier 0 is __syncthreads().
+DEVICE void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// Whether any of the 128 threads of a warpgroup says so. The id is the barrier's, of this warpgroup alone.
+DEVICE bool any_in_warpgroup(bool here, int id) {
+  int any;
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbarrier.cta.red.or.pred q, %2, 128, p;\nselp.b32 %0, 1, 0, q;\n}"
+               : "=r"(any) : "r"(int(here)), "r"(id) : "memory");
+  return any;
+}
+
+// ---- wgmma: d (64 x N, float) += a (64 x 16) b (16 x N)
+//
+// d[4 i + 0, 1]: row g, columns 8 i + 2 t, 2 t + 1;  d[4 i + 2, 3]: row g + 8, the same columns; for warp w of the
+// warpgroup row 0 is 16 w, g = lane / 4, t = lane % 4: the layout of mma_m16n8k16's c, side by side. An a in registers has
+// the layout of its a.
+
+// Where a tile [64-wide block][row][64] stands: the low word of the instruction's descriptor; the high one is the same for
+// all: swizzle of 128 bytes, groups of 8 rows 1024 bytes apart. The low 14 bits are the address / 16, so adding moves the
+// tile: 2 are the next 16 values of a row, 8 the next row, B rows' bytes / 16 the next block.
+//   the product runs along the rows of 64 (Q, K): block_bytes is not used
+//   the product runs over rows (V): the 64-wide blocks lie block_bytes apart
+DEVICE uint32_t wgmma_descriptor(const void* tile, int block_bytes = 16) {
+  return uint32_t(block_bytes >> 4) << 16 | (shared_address(tile) & 0x3ffff) >> 4;
+}
+
+// Before the first wgmma after registers of it were written, and after every write to them.
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until all but the newest `Groups` committed groups are done.
+template <int Groups>
+DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Groups) : "memory"); }
+
+// The compiler must not move uses of an accumulator over this line: wgmma runs without its knowledge.
+template <typename T, int N>
+DEVICE void keep_here(T (&registers)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if constexpr (std::is_same_v<T, float>) {
+      asm volatile("" : "+f"(registers[i])::"memory");
+    } else {
+      asm volatile("" : "+r"(registers[i])::"memory");
+    }
+  }
+}
+
+// Wgmma<T, N, TRANS_B>::run(d, a, b, add): one instruction; add = 0 starts from zero instead of d. a is a descriptor or four
+// registers. TRANS_B: the product runs over b's rows (V).
+template <typename T, int N, int TRANS_B>
+struct Wgmma;
+
+#define WGMMA_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WGMMA_D16 WGMMA_D8(0), WGMMA_D8(8)
+#define WGMMA_D24 WGMMA_D16, WGMMA_D8(16)
+#define WGMMA_D32 WGMMA_D24, WGMMA_D8(24)
+#define WGMMA_D40 WGMMA_D32, WGMMA_D8(32)
+#define WGMMA_D48 WGMMA_D40, WGMMA_D8(40)
+#define WGMMA_D56 WGMMA_D48, WGMMA_D8(48)
+#define WGMMA_D64 WGMMA_D56, WGMMA_D8(56)
+#define WGMMA_D72 WGMMA_D64, WGMMA_D8(64)
+#define WGMMA_D80 WGMMA_D72, WGMMA_D8(72)
+#define WGMMA_D88 WGMMA_D80, WGMMA_D8(80)
+#define WGMMA_D96 WGMMA_D88, WGMMA_D8(88)
+#define WGMMA_D104 WGMMA_D96, WGMMA_D8(96)
+#define WGMMA_D112 WGMMA_D104, WGMMA_D8(104)
+#define WGMMA_D120 WGMMA_D112, WGMMA_D8(112)
+#define WGMMA_D128 WGMMA_D120, WGMMA_D8(120)
+#define WGMMA_R16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_R24 WGMMA_R16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define WGMMA_R32 WGMMA_R24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_R40 WGMMA_R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define WGMMA_R48 WGMMA_R40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_R56 WGMMA_R48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define WGMMA_R64 WGMMA_R56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_R72 WGMMA_R64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define WGMMA_R80 WGMMA_R72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define WGMMA_R88 WGMMA_R80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define WGMMA_R96 WGMMA_R88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_R104 WGMMA_R96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define WGMMA_R112 WGMMA_R104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define WGMMA_R120 WGMMA_R112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define WGMMA_R128 WGMMA_R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+
+// The operands after the accumulators are numbered from the number of accumulators on.
+#define WGMMA_SHAPE(N, R, TYPE, PTX_TYPE, x0, x1, x2, x3, x4, x5, x6)                                                                                                           \
+  template <int TRANS_B>                                                                                                                                                        \
+  struct Wgmma<TYPE, N, TRANS_B> {                                                                                                                                              \
+    DEVICE static void run(float (&d)[R], uint32_t a, uint32_t b, int add = 1) {                                                                                                \
+      asm volatile("{\n.reg .pred p;\n.reg .b64 x, y;\nsetp.ne.b32 p, %" #x2 ", 0;\n"                                                                                           \
+                   "mov.b64 x, {%" #x0 ", 0x40000040};\nmov.b64 y, {%" #x1 ", 0x40000040};\n"                                                                                   \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX_TYPE "." PTX_TYPE " {" WGMMA_R##R "}, "                                                                \
+                                                                                                           "x, y, p, 1, 1, 0, %" #x3 ";\n}"                                     \
+                   : WGMMA_D##R : "r"(a), "r"(b), "r"(add), "n"(TRANS_B));                                                                                                      \
+    }                                                                                                                                                                           \
+    DEVICE static void run(float (&d)[R], const uint32_t* a, uint32_t b, int add = 1) {                                                                                         \
+      asm volatile("{\n.reg .pred p;\n.reg .b64 y;\nsetp.ne.b32 p, %" #x5 ", 0;\n"                                                                                              \
+                   "mov.b64 y, {%" #x4 ", 0x40000040};\n"                                                                                                                       \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX_TYPE "." PTX_TYPE " {" WGMMA_R##R "}, "                                                                \
+                                                                                                           "{%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}, y, p, 1, 1, %" #x6 ";\n}" \
+                   : WGMMA_D##R : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(TRANS_B));                                                                  \
+    }                                                                                                                                                                           \
+  };
+#define WGMMA_SHAPES(N, R, ...)                 \
+  WGMMA_SHAPE(N, R, __half, "f16", __VA_ARGS__) \
+  WGMMA_SHAPE(N, R, __nv_bfloat16, "bf16", __VA_ARGS__)
+
+WGMMA_SHAPES(32, 16, 16, 17, 18, 19, 20, 21, 22)
+WGMMA_SHAPES(48, 24, 24, 25, 26, 27, 28, 29, 30)
+WGMMA_SHAPES(64, 32, 32, 33, 34, 35, 36, 37, 38)
+WGMMA_SHAPES(80, 40, 40, 41, 42, 43, 44, 45, 46)
+WGMMA_SHAPES(96, 48, 48, 49, 50, 51, 52, 53, 54)
+WGMMA_SHAPES(112, 56, 56, 57, 58, 59, 60, 61, 62)
+WGMMA_SHAPES(128, 64, 64, 65, 66, 67, 68, 69, 70)
+WGMMA_SHAPES(144, 72, 72, 73, 74, 75, 76, 77, 78)
+WGMMA_SHAPES(160, 80, 80, 81, 82, 83, 84, 85, 86)
+WGMMA_SHAPES(176, 88, 88, 89, 90, 91, 92, 93, 94)
+WGMMA_SHAPES(192, 96, 96, 97, 98, 99, 100, 101, 102)
+WGMMA_SHAPES(208, 104, 104, 105, 106, 107, 108, 109, 110)
+WGMMA_SHAPES(224, 112, 112, 113, 114, 115, 116, 117, 118)
+WGMMA_SHAPES(240, 120, 120, 121, 122, 123, 124, 125, 126)
+WGMMA_SHAPES(256, 128, 128, 129, 130, 131, 132, 133, 134)

@@ -1,0 +1,478 @@
+"""The ladder: every rung, checked against float64. Nothing here is graded, and `python -m task4.ladder` times them.
+
+python -m task4.ladder.test [--attention | --accuracy | --repeat] [--check]
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from common.build import BuildError, builder, library
+from common.check import Case, CheckFailed, Suite, assert_close
+from common.check.attention import attention_float64, attention_pytorch
+from common.check.suite import ROOT
+from task4.ladder import rungs, speed
+from task4.ladder.accuracy import ALLOWED, INPUTS, compare, yardstick
+from task4.ladder.rungs import RUNGS, by_number, fastest, ladder_attention
+
+suite = Suite(
+    "task4.ladder",
+    title="the ladder of attention kernels",
+    points=0,
+    sources=("task4/ladder/*.cu", "task4/ladder/*.cuh", "task4/ladder/rungs.py"),
+)
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+SHORT = {FP32: "fp32", FP16: "fp16", BF16: "bf16"}
+CUDA = ("cuda",)
+
+# Each is taken for every rung, with every dtype and head_dim that the rung has; dtypes and head_dims narrow that down.
+SHAPES = [
+    Case("one token", why="the output is v", batch=1, heads=1, q_len=1),
+    Case("past a tile", why="the last tile of queries and of keys has one row; the diagonal cuts it", head_dims=(64,), dtypes=(FP32, FP16), small=True, batch=1, heads=1, q_len=65, kv_len=65, causal=True),
+    Case("many tiles", why="m_i and l_i are rescaled from tile to tile, and buffers are used again", head_dims=(128,), dtypes=(BF16,), small=True, batch=1, heads=1, q_len=70, kv_len=333),
+    Case("chunk on a cache", why="more keys than queries: causal is aligned to the end; behind the keys lies NaN", dtypes=(FP16,), small=True, head_dims=(64,), batch=2, heads=4, kv_heads=2, q_len=20, kv_len=150, causal=True, layout="cache"),
+    Case("more queries than keys", why="the first queries see nothing and give 0", head_dims=(128,), dtypes=(FP32, FP16), small=True, batch=1, heads=1, q_len=66, kv_len=17, causal=True),
+    Case("slices of one qkv tensor", why="rows of q, k and v lie 3 hidden_dim apart", dtypes=(FP32, BF16), batch=2, heads=2, q_len=70, causal=True, layout="fused"),
+    Case("heads first", why="(batch, heads, seq, head_dim) in memory", dtypes=(FP32, FP16), batch=1, heads=3, kv_heads=1, q_len=140, layout="heads first"),
+    Case("large scores", why="scores in the hundreds", head_dims=(64,), dtypes=(FP32, FP16), batch=1, heads=1, q_len=40, kv_len=150, scale=10.0),
+    Case("one huge key", why="the maximum jumps from tile to tile", head_dims=(64,), dtypes=(FP32, BF16), batch=1, heads=1, q_len=40, kv_len=200, huge_key=170),
+    Case("long, causal", why="tiles above the diagonal are skipped", batch=1, heads=2, q_len=515, causal=True),
+    Case("some lengths", why="other edges of tiles in each run", head_dims=(64,), dtypes=(FP16,), devices=("cpu",), batch=1, heads=1, lengths=6, causal=True),
+    Case("own scale", why="the factor of the scores is an argument", head_dims=(64,), dtypes=(FP32, FP16), devices=CUDA, batch=1, heads=1, q_len=40, kv_len=150, factor=0.03),
+    Case("equal keys", why="every weight is 1 / kv_len", devices=CUDA, batch=1, heads=1, q_len=140, kv_len=333, scale=0.0),
+    Case("lengths", why="every edge of every tile", devices=CUDA, batch=1, heads=2, lengths=24),
+    Case("lengths, causal", why="every edge of every tile", devices=CUDA, batch=1, heads=2, lengths=48, causal=True),
+    Case("S 1024", why="as it is timed", devices=CUDA, batch=2, heads=4, q_len=1024),
+    Case("S 1024, causal", why="as it is timed", devices=CUDA, batch=2, heads=4, q_len=1024, causal=True),
+    Case("S 1000, few kv heads", why="8 heads share 2 of keys and values", devices=CUDA, batch=3, heads=8, kv_heads=2, q_len=1000, causal=True),
+    Case("S 4095", why="many tiles, and a ragged last one", devices=CUDA, batch=1, heads=2, q_len=4095, causal=True),
+    Case("large, slices of one qkv tensor", why="strides that are no multiple of a tile", devices=CUDA, batch=2, heads=3, q_len=515, layout="fused", causal=True),
+    Case("large, heads first", why="(batch, heads, seq, head_dim) in memory", devices=CUDA, batch=2, heads=3, q_len=515, layout="heads first"),
+    Case("large, on a cache", why="behind the keys lies NaN, which must not be read, not even to multiply it by 0", devices=CUDA, batch=2, heads=4, kv_heads=1, q_len=129, kv_len=777, layout="cache", causal=True),
+    Case("one kv head for all", why="keys and values that expand() repeats: a stride of 0", devices=CUDA, batch=2, heads=4, q_len=200, layout="expanded"),
+    Case("more heads than a grid is high", why="grids end at 65,535 along y and z", devices=CUDA, dtypes=(FP32, BF16), head_dims=(64,), batch=2100, heads=32, q_len=2, kv_len=3),
+    Case("more tiles than a grid is high", why="grids end at 65,535 along y and z", devices=CUDA, dtypes=(FP32, FP16), head_dims=(64,), batch=1, heads=1, q_len=1_100_000, kv_len=5),
+    Case("past 2^31 elements", why="offsets need 64 bits", devices=CUDA, dtypes=(FP32, BF16), head_dims=(64, 128), batch=2, heads=2, q_len=65, layout="far"),
+]  # fmt: skip
+
+LENGTHS = (
+    1,
+    2,
+    8,
+    16,
+    31,
+    63,
+    64,
+    65,
+    80,
+    96,
+    127,
+    128,
+    129,
+    160,
+    176,
+    177,
+    191,
+    192,
+    193,
+    240,
+    256,
+    257,
+    384,
+    385,
+    400,
+)
+
+
+def _cases(shapes):
+    """Each of the shapes for each rung, dtype and head_dim that has it."""
+    for shape in shapes:
+        values = {k: v for k, v in shape.values.items() if k not in ("dtypes", "head_dims")}
+        for rung in RUNGS:
+            for dtype in shape.values.get("dtypes", rung.dtypes):
+                for head_dim in shape.values.get("head_dims", rung.head_dims):
+                    if dtype not in rung.dtypes or head_dim not in rung.head_dims:
+                        continue
+                    name = (
+                        f"rung {rung.number:02}, {shape.name}, {SHORT[dtype]}, head_dim {head_dim}"
+                    )
+                    yield Case(
+                        name, why=shape.why, small=shape.small, devices=_devices(rung, shape.devices),
+                        rung=rung.number, dtype=dtype, head_dim=head_dim, **values,
+                    )  # fmt: skip
+
+
+def _devices(rung, devices=("cpu", "cuda")):
+    """Those of them that are here and that the rung runs on."""
+    found = ["cpu"] if "cpu" in devices and rung.runs_on_cpu else []
+    if "cuda" in devices and (not torch.cuda.is_available() or rung in _on_gpu()):
+        found.append("cuda")
+    return found
+
+
+@functools.cache
+def _on_gpu():
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    return [r for r in RUNGS if rungs.why_not(r, gpu, r.dtypes[0], r.head_dims[0]) is None]
+
+
+# Which rungs are built together, at the first check that needs one; `python -m task4.ladder --rung` narrows it down.
+wanted = list(RUNGS)
+
+
+def build_together(device):
+    """Build the wanted rungs for this device at once: one after the other, at first launch, would take long."""
+    _build_together(device, library.settings().check)
+
+
+@functools.cache
+def _build_together(device, check):
+    todo = [r for r in wanted if (r.runs_on_cpu if device.type == "cpu" else r in _on_gpu())]
+    with contextlib.suppress(BuildError):  # the check of the rung that does not compile says so
+        builder.make([library.target_for(r.source, device) for r in todo if r.source.exists()])
+
+
+# Attention -----------------------------------------------------------------------------------------------
+
+
+@suite.check("attention", list(_cases(SHAPES)))
+def rung_matches_float64(case, device, rng):
+    build_together(device)
+    if "lengths" not in case.values:
+        _compare(case, rng, case.q_len, case.values.get("kv_len", case.q_len))
+        return
+    for i, j in rng.integers(0, len(LENGTHS), case.lengths, 2).tolist():
+        try:
+            _compare(case, rng, LENGTHS[i], LENGTHS[j])
+        except CheckFailed as error:
+            error.add_note(f"with q_len {LENGTHS[i]}, kv_len {LENGTHS[j]}")
+            raise
+
+
+def _compare(case, rng, q_len, kv_len):
+    q, k, v = _random_qkv(case, rng, q_len, kv_len)
+    options = {"causal": case.values.get("causal", False), "scale": case.values.get("factor")}
+    pytorch = attention_pytorch(*_as_precise(case, q, k, v), **options).to(case.dtype)
+    suspects = {
+        "the causal mask is ignored": lambda: attention_float64(q, k, v, scale=options["scale"]),
+        "the scores are not scaled": lambda: attention_float64(
+            q, k, v, causal=options["causal"], scale=1.0
+        ),
+    }
+    if q_len < kv_len and options["causal"]:
+        top = torch.full((q.shape[0],), q_len, dtype=torch.int32, device=q.device)
+        suspects["the causal mask begins at the first key; it should end at the last"] = lambda: (
+            attention_float64(q, k, v, **options, seqlens_k=top)
+        )
+    assert_close(
+        ladder_attention(q, k, v, rung=case.rung, **options),
+        attention_float64(q, k, v, **options),
+        pytorch,
+        axes=("batch", "row", "head", "column"),
+        suspects=suspects,
+    )
+
+
+def _as_precise(case, *tensors):
+    """What PyTorch gets: fp16 where a rung rounds fp32 to tf32, because both keep 11 significant bits."""
+    tf32 = not by_number(case.rung).exact_in(case.dtype)
+    return tuple(t.to(FP16) if tf32 else t for t in tensors)
+
+
+def _random_qkv(case, rng, q_len, kv_len):
+    v = case.values
+    batch, heads, d = case.batch, case.heads, case.head_dim
+    kv_heads, layout, scale = v.get("kv_heads", heads), v.get("layout"), v.get("scale", 1.0)
+
+    def randn(*shape, scale=1.0):
+        return rng.randn(*shape, dtype=case.dtype, scale=scale)
+
+    if layout == "fused":
+        qkv = randn(batch, q_len, 3 * heads * d)
+        return [t.unflatten(-1, (heads, d)) for t in qkv.chunk(3, dim=-1)]
+    if layout == "far":
+        return _far_apart(randn, batch, q_len, heads, d)
+    if layout == "heads first":
+        shapes = ((batch, heads, q_len, d), *((batch, kv_heads, kv_len, d),) * 2)
+        return [randn(*shape).transpose(1, 2) for shape in shapes]
+    q = randn(batch, q_len, heads, d, scale=scale)
+    if layout == "expanded":
+        return q, *(randn(batch, kv_len, 1, d).expand(-1, -1, heads, -1) for _ in range(2))
+    k, value = (randn(batch, kv_len, kv_heads, d, scale=s) for s in (scale, 1.0))
+    if layout == "cache":
+        k, value = (_begin_of_longer(t) for t in (k, value))
+    if huge := v.get("huge_key"):
+        k[:, huge] *= 100
+    return q, k, value
+
+
+def _begin_of_longer(t):
+    """The same in a buffer that goes on, with NaN."""
+    longer = t.new_full((t.shape[0], t.shape[1] + 100, *t.shape[2:]), torch.nan)
+    longer[:, : t.shape[1]] = t
+    return longer[:, : t.shape[1]]
+
+
+def _far_apart(randn, batch, rows, heads, d):
+    """Rows 2^24 elements apart, sequences 2^31; q, k and v lie beside each other."""
+    width = heads * d
+    store = torch.empty(
+        (batch - 1 << 31) + (rows << 24) + 3 * width, dtype=randn(1).dtype, device=randn(1).device
+    )
+    return [
+        store.as_strided((batch, rows, heads, d), (1 << 31, 1 << 24, d, 1), i * width).copy_(randn(batch, rows, heads, d))
+        for i in range(3)
+    ]  # fmt: skip
+
+
+# How precise ---------------------------------------------------------------------------------------------
+
+
+def _accuracy_cases():
+    for rung in RUNGS:
+        for dtype in rung.dtypes:
+            if dtype == FP32 and not rung.hopper:
+                continue  # rungs 1 to 6 are only held to the budget above
+            for head_dim in rung.head_dims:
+                for kind in INPUTS if dtype == FP32 else INPUTS[:3]:
+                    for causal in (False, True):
+                        mask = "causal" if causal else "not causal"
+                        yield Case(
+                            f"rung {rung.number:02}, {kind}, {SHORT[dtype]}, head_dim {head_dim}, {mask}",
+                            why=f"at most {ALLOWED[dtype]} times the loss of {yardstick(dtype)}",
+                            devices=_devices(rung, CUDA), rung=rung.number, kind=kind, dtype=dtype,
+                            head_dim=head_dim, causal=causal, shape=(4, 2048 if rung.number > 3 else 1024, 8, head_dim),
+                        )  # fmt: skip
+
+
+@suite.check("accuracy", list(_accuracy_cases()))
+def rung_is_as_precise_as_pytorch(case, device, rng):
+    build_together(device)
+    ratios = compare(by_number(case.rung), case.kind, rng, case.shape, case.dtype, case.causal)
+    counted = ratios if case.dtype == FP32 else {k: ratios[k] for k in ("largest", "rms")}
+    over = {k: r for k, r in counted.items() if not r <= ALLOWED[case.dtype]}
+    if over:
+        told = ", ".join(f"{k} error {r:.3g} times" for k, r in over.items())
+        raise CheckFailed(
+            f"{told} that of {yardstick(case.dtype)}; at most {ALLOWED[case.dtype]} is allowed"
+        )
+
+
+# Always the same -----------------------------------------------------------------------------------------
+
+
+def _repeat_cases(why):
+    return [
+        Case(f"rung {rung.number:02}, {SHORT[dtype]}, head_dim {head_dim}, {'causal' if causal else 'not causal'}",
+             why=why, devices=_devices(rung, CUDA), rung=rung.number, dtype=dtype, head_dim=head_dim, causal=causal)
+        for rung in RUNGS for dtype in rung.dtypes[-1:] for head_dim in rung.head_dims for causal in (False, True)
+    ]  # fmt: skip
+
+
+def _enough_for(case, rng):
+    """q, k and v for more tiles than a GPU has multiprocessors; fewer where a rung is slow."""
+    batch, heads, seq = (4, 16, 1000) if case.rung > 3 else (1, 2, 300)
+    return [rng.randn(batch, seq, heads, case.head_dim, dtype=case.dtype) for _ in range(3)]
+
+
+@suite.check("repeat", _repeat_cases("1,000 launches on the same inputs give the same bits"))
+def launches_repeat(case, device, rng):
+    build_together(device)
+    q, k, v = _enough_for(case, rng)
+    first = _bits(ladder_attention(q, k, v, causal=case.causal, rung=case.rung))
+    different = torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(1000):
+        again = _bits(ladder_attention(q, k, v, causal=case.causal, rung=case.rung))
+        different += (again != first).any()
+    if different:
+        raise CheckFailed(f"{int(different)} of 1000 launches gave another result than the first")
+
+
+@suite.check(
+    "repeat", _repeat_cases("what a launch reads and writes is ordered by its stream alone")
+)
+def another_stream_gives_the_same(case, device, rng):
+    build_together(device)
+    q, k, v = _enough_for(case, rng)
+    expected = _bits(ladder_attention(q, k, v, causal=case.causal, rung=case.rung))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(
+            10_000_000
+        )  # what is launched on another stream than this one comes too early
+        later = q + 0.0
+        got = ladder_attention(later, k, v, causal=case.causal, rung=case.rung)
+    torch.cuda.synchronize()
+    if not torch.equal(_bits(got), expected):
+        raise CheckFailed("on another stream than the default one the result differs")
+
+
+@suite.check("repeat", _repeat_cases("a captured launch reads its inputs when it is replayed"))
+def a_cuda_graph_gives_the_same(case, device, rng):
+    build_together(device)
+    inputs = _enough_for(case, rng)
+    run = functools.partial(ladder_attention, causal=case.causal, rung=case.rung)
+    run(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(*inputs)
+    for t in inputs:
+        t.copy_(rng.randn(*t.shape, dtype=t.dtype))
+    expected = _bits(run(*inputs))
+    for _ in range(2):
+        got.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        if not torch.equal(_bits(got), expected):
+            raise CheckFailed(
+                "replayed on new inputs, a CUDA graph gives another result than a launch"
+            )
+
+
+def _bits(t):
+    return t.view({2: torch.int16, 4: torch.int32}[t.element_size()])
+
+
+test_ladder = suite.pytest()
+
+
+# Calling -------------------------------------------------------------------------------------------------
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+def _qkv(device, *shape, dtype=FP16):
+    return [torch.randn(shape, device=device).to(dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_default_is_a_rung_that_is_as_precise_as_its_tensors(device):
+    device = torch.empty(0, device=device).device
+    for dtype in (FP32, FP16, BF16):
+        for head_dim in (64, 128):
+            assert fastest(device, dtype, head_dim).exact_in(dtype)
+            assert fastest(device, dtype, head_dim, alignment=2 if dtype != FP32 else 4).vector == 1
+        assert fastest(device, dtype, 80) is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("how", ["pointer", "row stride"])
+def test_what_a_vector_load_cannot_take_goes_to_a_rung_that_can(device, which, how, caplog):
+    q, k, v = inputs = _qkv(device, 1, 40, 2, 64)
+    if how == "pointer":
+        odd = torch.empty(inputs[which].numel() + 1, dtype=FP16, device=device)[1:].view(
+            1, 40, 2, 64
+        )
+    else:
+        odd = torch.empty(1, 40, 2 * 64 + 3, dtype=FP16, device=device)[..., :128].unflatten(
+            -1, (2, 64)
+        )
+    inputs[which] = odd.copy_(inputs[which])
+    rungs._calls.clear()  # it is told once for each kind of call
+    with caplog.at_level(logging.INFO, logger="task4.ladder"):
+        got = ladder_attention(*inputs, causal=True)
+    name = "qkv"[which]
+    assert (
+        f"instead of {fastest(q.device, FP16, 64)}" in caplog.text
+        and f"which {name} does not" in caplog.text
+    )
+    args = dict(axes=("batch", "row", "head", "column"))
+    assert_close(
+        got,
+        attention_float64(*inputs, causal=True),
+        attention_pytorch(*inputs, causal=True),
+        **args,
+    )
+    with pytest.raises(
+        ValueError, match=r"rung 9 .*loads 16 bytes at once, which " + name + r" .* [Rr]ungs 1 to 6"
+    ):
+        ladder_attention(*inputs, rung=9)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strides_that_are_never_used_are_not_looked_at(device):
+    q, k, v = _qkv(device, 1, 1, 1, 64)
+    q = q.as_strided(q.shape, (3, 5, 7, 1))
+    assert rungs.aligned_to(q) == 16
+    assert torch.equal(ladder_attention(q, k, v, rung=10 if device == "cpu" else None), v)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rung", [None, 3])
+def test_nothing_to_compute(device, rung):
+    for batch, q_len, kv_len in ((0, 4, 4), (2, 0, 4), (2, 4, 0)):
+        q = torch.randn(batch, q_len, 3, 64, device=device)
+        k = torch.randn(batch, kv_len, 3, 64, device=device)
+        out = ladder_attention(q, k, k, causal=True, rung=rung)
+        assert out.shape == q.shape and out.dtype == q.dtype and out.device == q.device
+        assert not out.any()
+
+
+def test_dispatch_costs_at_most_10_microseconds():
+    """All but the launch: checking, choosing, and allocating the output."""
+    q, k, v = _qkv("cpu", 2, 64, 4, 128)
+    assert speed.time_call(q, k, v, rung=3, launch=False) < 10
+
+
+SHARED = """
+import re, sys, torch
+from common.build import KernelError
+from task4.ladder import RUNGS, ladder_attention
+for rung in RUNGS:
+    if rung.runs_on_cpu and rung.capability == tuple(map(int, sys.argv[1].split("."))):
+        for d in rung.head_dims:
+            for dtype in rung.dtypes:
+                q = torch.zeros(1, 130, 1, d, dtype=dtype)
+                try:
+                    ladder_attention(q, q, q, rung=rung.number)
+                except KernelError as error:
+                    print(rung.number, d, *re.findall(r"asks for (\\d+) bytes", str(error)))
+"""
+
+
+@pytest.mark.parametrize("capability, smallest", [("7.5", "sm_75"), ("8.0", "sm_86")])
+def test_shared_memory_that_not_every_gpu_has_is_known(capability, smallest):
+    """Of the GPUs that a rung is for, the smallest: what it asks for and does not get, its registry entry says."""
+    run = [sys.executable, "-c", SHARED, capability]
+    done = subprocess.run(
+        run,
+        cwd=ROOT,
+        env=os.environ | {"CUDA_ON_CPU_ARCH": smallest},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    asked = {}
+    for line in done.stdout.splitlines():
+        number, head_dim, size = map(int, line.split())
+        asked[number, head_dim] = max(size, asked.get((number, head_dim), 0))
+    wanted = tuple(map(int, capability.split(".")))
+    known = {
+        (r.number, d): n
+        for r in RUNGS
+        if r.capability == wanted
+        for d, n in r.shared_memory.items()
+    }
+    assert asked == known
+
+
+def test_the_rungs_and_their_files_agree():
+    for rung in RUNGS:
+        if rung.source.exists():
+            assert builder.architectures(rung.source) == (("sm_90a",) if rung.hopper else ()), rung
+    assert [r.number for r in RUNGS] == list(range(1, len(RUNGS) + 1))
+    assert set(rungs.FASTEST_FIRST) <= {r.number for r in RUNGS}
+
+
+if __name__ == "__main__":
+    suite.main()

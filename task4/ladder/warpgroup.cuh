@@ -1,0 +1,139 @@
+// What rungs 11 to 14 do alike around their products: the small change of a wgmma kernel.
+#pragma once
+#include "hopper.cuh"
+
+constexpr int WARPGROUP = 128;  // threads
+
+// Which of a ring's N buffers is next, and the parity of the phase that its barrier is in. Each user of a ring has its own.
+template <int N>
+struct Ring {
+  int index = 0, parity = 0;
+  DEVICE void next() {
+    if (++index == N) index = 0, parity ^= 1;
+  }
+};
+
+// One arrival for a warp, whose lanes have all come here: after a wgmma_wait() or a __syncwarp().
+DEVICE void arrive_as_warp(uint64_t* barrier) {
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+
+// 2^x by the one instruction that the GPU has for it: results below 2^-126 are 0.
+DEVICE float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two 16-bit values in one register.
+template <typename T>
+DEVICE uint32_t pack(float low, float high) {
+  uint32_t bits;
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  }
+  return bits;
+}
+
+// S = Q_i K_j^T, begun: it runs while the warpgroup goes on, until a wgmma_wait().
+template <typename T, int D, int B_r, int B_c>
+DEVICE void begin_S(float (&S)[B_c / 2], const uint16_t* Q_i, const uint16_t* K_j) {
+  keep_here(S);
+  wgmma_fence();
+  const uint32_t q = wgmma_descriptor(Q_i), k = wgmma_descriptor(K_j);
+#pragma unroll
+  for (int e = 0; e < D / 16; ++e)  // 64 columns a swizzled block, 16 an instruction
+    Wgmma<T, B_c, 0>::run(S, q + e / 4 * (B_r * 128 / 16) + e % 4 * 2, k + e / 4 * (B_c * 128 / 16) + e % 4 * 2, e > 0);
+  wgmma_commit();
+}
+
+// O_i += P V_j, begun.
+template <typename T, int D, int B_c>
+DEVICE void begin_PV(float (&O_i)[D / 2], uint32_t (&P)[B_c / 4], const uint16_t* V_j) {
+  keep_here(O_i);
+  keep_here(P);
+  wgmma_fence();
+  const uint32_t v = wgmma_descriptor(V_j, B_c * 128);
+#pragma unroll
+  for (int c = 0; c < B_c / 16; ++c) Wgmma<T, D, 1>::run(O_i, P + 4 * c, v + c * (16 * 128 / 16));
+  wgmma_commit();
+}
+
+// Line 9: S becomes P; rescale is the factor that O_i is due. Of row g (h = 0) or g + 8 the keys before end[h] are seen,
+// counted from this thread's first column. m_i is in units of S, and l_i this thread's own part of the sum.
+template <bool MASKED, int B_c>
+DEVICE void softmax(float (&S)[B_c / 2], float (&m_i)[2], float (&l_i)[2], float (&rescale)[2], float scale,
+                    const int (&end)[2]) {
+  keep_here(S);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if constexpr (MASKED) {
+#pragma unroll
+      for (int i = 0; i < B_c / 4; ++i)
+        if (i / 2 * 8 + i % 2 >= end[h]) S[i / 2 * 4 + 2 * h + i % 2] = -INFINITY;
+    }
+    float top[2], sum[2] = {0.0f, 0.0f};  // two of each: in a chain of one, each step would wait for the one before
+#pragma unroll
+    for (int c = 0; c < B_c / 8; ++c) {
+      const float of_pair = fmaxf(S[4 * c + 2 * h], S[4 * c + 2 * h + 1]);
+      top[c % 2] = c < 2 ? of_pair : fmaxf(top[c % 2], of_pair);
+    }
+    float m_new = fmaxf(top[0], top[1]);
+    m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 1));
+    m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 2));
+    m_new = fmaxf(m_i[h], m_new);
+    const bool none = MASKED && m_new == -INFINITY;  // no key so far: -inf - -inf would be NaN
+    const float shift = none ? 0.0f : m_new * scale;
+    rescale[h] = none ? 1.0f : fast_exp2((m_i[h] - m_new) * scale);
+    m_i[h] = m_new;
+#pragma unroll
+    for (int i = 0; i < B_c / 4; ++i) {
+      float& s = S[i / 2 * 4 + 2 * h + i % 2];
+      s = fast_exp2(fmaf(s, scale, -shift));
+      sum[i % 2] += s;
+    }
+    l_i[h] = l_i[h] * rescale[h] + sum[0] + sum[1];
+  }
+}
+
+// 1 / l_i, from each thread's own part of it; 0 for rows that have seen no key.
+DEVICE void invert(float (&l_i)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    l_i[h] += __shfl_xor_sync(~0u, l_i[h], 1);
+    l_i[h] += __shfl_xor_sync(~0u, l_i[h], 2);
+    l_i[h] = l_i[h] == 0.0f ? 0.0f : 1.0f / l_i[h];
+  }
+}
+
+// Writes this thread's part of O_i, rows g and g + 8 of the warp's 16, times factor; rows from `inside` on are past the end.
+// A thread has 2 of each 8 columns. Of 32 columns, the four threads of a row exchange pairs until thread t has all 8 from
+// 8 t on: 16 bytes, and 64 bytes of a row in one instruction. out: row g, column 8 t.
+template <int D, typename T>
+DEVICE void write_rows(T* out, int64_t row_stride, int inside, const float (&O_i)[D / 2], const float (&factor)[2]) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int e = 0; e < D; e += 32) {
+      uint32_t x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = O_i + (e + 8 * i) / 2 + 2 * h;
+        x[i] = pack<T>(pair[0] * factor[h], pair[1] * factor[h]);
+      }
+#pragma unroll
+      for (int bit = 1; bit <= 2; bit *= 2) {  // a 4 x 4 transposition: x[i] of thread t and x[t] of thread i change places
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (i & bit) continue;
+          const uint32_t got = __shfl_xor_sync(~0u, t & bit ? x[i] : x[i + bit], bit);
+          (t & bit ? x[i] : x[i + bit]) = got;
+        }
+      }
+      if (8 * h < inside) *reinterpret_cast<uint4*>(out + 8 * h * row_stride + e) = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+  }
+}
