@@ -19,18 +19,19 @@
 //   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
 //
 // Against rung 13: a block there computes nothing before its first Q_i and K_j arrive, nor while its last rows are written;
-// with B_r = 128, head_dim 128 and 2,048 keys a tile is 134 MFLOP, 26 us, and at 512 keys 6.5: the pauses are a good part
-// of it. Here
+// with B_r = 128, head_dim 128 and 2,048 keys a tile is 134 MFLOP, 26 us at 680 TFLOP/s, and at 512 keys 6.5: pauses of a
+// few microseconds are a good part of it. Here
 //   pipeline   the producer runs on into the next tile, and Q_i has two buffers. The last P V_j of a tile is issued behind
 //              the first S of the next one, and O_i is written when both are done: a tile's border costs what a step costs
 //   order      causal: the longest row block and the shortest one, the second longest and the second shortest, ... are
-//              units of equal length, handed out in turn. An atomic counter with the longest first balances as well
-//              and was slower: its blocks spread over all heads, whose K and V the L2 cache cannot hold (head_dim 128:
-//              640 against 680 TFLOP/s at 16,384 keys, 550 against 586 at 2,048); it wants zeroed memory, too
+//              units of equal length, handed out in turn. Where few heads or 192 rows leave too few units for that, the
+//              longest come first, over up to 32 heads at once, and every second round goes through the blocks backwards.
+//              An atomic counter, longest first, balances as well, but was slower (head_dim 128: 640 against 680 TFLOP/s
+//              at 16,384 keys, 550 against 586 at 2,048), and it wants zeroed memory
 //   tile sizes by head_dim and q_len: the table at the end of the file
 //
 // Shared memory, with 1,024-byte alignment for the swizzle: Q_i twice, K_j and V_j in rings of two:
-//   (Q_STAGES B_r + 4 B_c) head_dim 2 bytes     64: 80 or 96 KiB + 0 or 16,  128: 192 KiB,  256: 224 KiB with one Q_i
+//   (Q_STAGES B_r + 4 B_c) head_dim 2 bytes     64: 96 or 112 KiB,  128: 192 KiB,  256: 224 KiB with one Q_i
 // Registers: launched with 65,536 / threads for each. Then the producer's warpgroup keeps 24 (32), and each of 2 (3)
 // consumers has 240 (160): O_i head_dim / 2, S B_c / 2, P B_c / 4.
 #include <cuda_runtime.h>
@@ -59,11 +60,11 @@ struct Shared {
   uint64_t tile_full[2], tile_empty[2];
 };
 
-// The order of the tiles. A group is one head or two, its row blocks sorted by length: number i is row block i / heads.
-// Unit i of a group is tile i, and if paired the longest but i before it.
+// The order of the tiles. A group is some heads, its row blocks sorted by length: number i is row block i / heads. Unit i of
+// a group is tile i; if longest_first the i-th from the end; if paired the i-th from the end, then tile i.
 struct Plan {
   int row_blocks, group, units_a_group, units;
-  bool paired;
+  bool paired, longest_first;
 };
 
 template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES>
@@ -82,7 +83,8 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], 4 * CONSUMERS);  // the consumers' warps
       mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], 4 * CONSUMERS);
     }
-    for (int i = 0; i < 2; ++i) mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], 4 * CONSUMERS + 1);
+    for (int i = 0; i < 2; ++i)
+      mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], 4 * CONSUMERS + 1);  // and the producer
     mbarrier_init_fence();
   }
   __syncthreads();  // barriers initialised before anyone uses them
@@ -106,12 +108,15 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
         const int row_0 = i / heads * B_r, of_all = first + i % heads, b = of_all / a.heads;
         return Tile{row_0, of_all - b * a.heads, b, ceil_div(a.visible(min(row_0 + B_r, a.q_len) - 1), B_c)};
       };
-      for (int unit = blockIdx.x; unit < plan.units; unit += gridDim.x) {
+      for (int round = 0; round * gridDim.x < plan.units; ++round) {
+        const bool backwards = plan.longest_first && round % 2;  // who had the longest of a round has the shortest of the next
+        const int unit = round * gridDim.x + (backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+        if (unit >= plan.units) continue;
         const int group = unit / plan.units_a_group, first = group * plan.group;  // first: its first head
-        const int heads = min(plan.group, a.batch * a.heads - first);             // the last group may have only one
+        const int heads = min(plan.group, a.batch * a.heads - first);             // the last group may have fewer
         const int i = unit - group * plan.units_a_group, last = heads * plan.row_blocks - 1;
-        if (plan.paired && i != last - i) hand_out(tile_of(last - i, first, heads));
-        hand_out(tile_of(i, first, heads));
+        if (plan.longest_first || (plan.paired && i != last - i)) hand_out(tile_of(last - i, first, heads));
+        if (!plan.longest_first) hand_out(tile_of(i, first, heads));
       }
       hand_out({0, 0, 0, -1});
     } else if (threadIdx.x == 0) {  // the producer
@@ -281,11 +286,20 @@ static cudaError_t launch_tiles(const Attention& a, cudaStream_t stream) {
   const int heads = a.batch * a.heads;
   Plan plan;
   plan.row_blocks = ceil_div(a.q_len, B_r);
-  plan.paired = a.causal && heads * plan.row_blocks > multiprocessors;  // else each block has one tile at most
-  plan.group = plan.paired ? 1 + plan.row_blocks % 2 : 1;  // odd: the block in the middle is paired with another head's
-  plan.units_a_group = plan.paired ? plan.group * plan.row_blocks / 2 : plan.row_blocks;
-  plan.units = heads / plan.group * plan.units_a_group + heads % plan.group * ceil_div(plan.row_blocks, 2);
-  kernel<<<std::min(multiprocessors, plan.units), (1 + CONSUMERS) * WARPGROUP, bytes, stream>>>(a, q_map, k_map, v_map, plan);
+  const bool several = a.causal && heads * plan.row_blocks > multiprocessors;  // else each block has one tile at most
+  plan.longest_first = several && (CONSUMERS == 3 || heads <= 16);
+  plan.paired = several && !plan.longest_first;
+  if (plan.longest_first) {
+    plan.group = std::min(heads, 32);
+    plan.units_a_group = plan.group * plan.row_blocks;
+    plan.units = heads * plan.row_blocks;
+  } else {
+    plan.group = plan.paired ? 1 + plan.row_blocks % 2 : 1;  // odd: the block in the middle is paired with another head's
+    plan.units_a_group = plan.paired ? plan.group * plan.row_blocks / 2 : plan.row_blocks;
+    plan.units = heads / plan.group * plan.units_a_group + heads % plan.group * ceil_div(plan.row_blocks, 2);
+  }
+  const int grid = std::min(multiprocessors, plan.units);
+  kernel<<<grid, (1 + CONSUMERS) * WARPGROUP, bytes, stream>>>(a, q_map, k_map, v_map, plan);
   return cudaGetLastError();
 }
 

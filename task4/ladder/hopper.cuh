@@ -166,36 +166,14 @@ template <typename T, int N, int TRANS_B>
 struct Wgmma;
 
 #define WGMMA_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define WGMMA_D16 WGMMA_D8(0), WGMMA_D8(8)
-#define WGMMA_D24 WGMMA_D16, WGMMA_D8(16)
-#define WGMMA_D32 WGMMA_D24, WGMMA_D8(24)
+#define WGMMA_D32 WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24)
 #define WGMMA_D40 WGMMA_D32, WGMMA_D8(32)
-#define WGMMA_D48 WGMMA_D40, WGMMA_D8(40)
-#define WGMMA_D56 WGMMA_D48, WGMMA_D8(48)
-#define WGMMA_D64 WGMMA_D56, WGMMA_D8(56)
-#define WGMMA_D72 WGMMA_D64, WGMMA_D8(64)
-#define WGMMA_D80 WGMMA_D72, WGMMA_D8(72)
-#define WGMMA_D88 WGMMA_D80, WGMMA_D8(80)
-#define WGMMA_D96 WGMMA_D88, WGMMA_D8(88)
-#define WGMMA_D104 WGMMA_D96, WGMMA_D8(96)
-#define WGMMA_D112 WGMMA_D104, WGMMA_D8(104)
-#define WGMMA_D120 WGMMA_D112, WGMMA_D8(112)
-#define WGMMA_D128 WGMMA_D120, WGMMA_D8(120)
-#define WGMMA_R16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define WGMMA_R24 WGMMA_R16 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define WGMMA_R32 WGMMA_R24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_D64 WGMMA_D40, WGMMA_D8(40), WGMMA_D8(48), WGMMA_D8(56)
+#define WGMMA_D128 WGMMA_D64, WGMMA_D8(64), WGMMA_D8(72), WGMMA_D8(80), WGMMA_D8(88), WGMMA_D8(96), WGMMA_D8(104), WGMMA_D8(112), WGMMA_D8(120)
+#define WGMMA_R32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define WGMMA_R40 WGMMA_R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define WGMMA_R48 WGMMA_R40 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define WGMMA_R56 WGMMA_R48 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define WGMMA_R64 WGMMA_R56 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_R72 WGMMA_R64 ", %64, %65, %66, %67, %68, %69, %70, %71"
-#define WGMMA_R80 WGMMA_R72 ", %72, %73, %74, %75, %76, %77, %78, %79"
-#define WGMMA_R88 WGMMA_R80 ", %80, %81, %82, %83, %84, %85, %86, %87"
-#define WGMMA_R96 WGMMA_R88 ", %88, %89, %90, %91, %92, %93, %94, %95"
-#define WGMMA_R104 WGMMA_R96 ", %96, %97, %98, %99, %100, %101, %102, %103"
-#define WGMMA_R112 WGMMA_R104 ", %104, %105, %106, %107, %108, %109, %110, %111"
-#define WGMMA_R120 WGMMA_R112 ", %112, %113, %114, %115, %116, %117, %118, %119"
-#define WGMMA_R128 WGMMA_R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define WGMMA_R64 WGMMA_R40 ", %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_R128 WGMMA_R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // The operands after the accumulators are numbered from the number of accumulators on.
 #define WGMMA_SHAPE(N, R, TYPE, PTX_TYPE, x0, x1, x2, x3, x4, x5, x6)                                                                                                           \
@@ -220,18 +198,7 @@ struct Wgmma;
   WGMMA_SHAPE(N, R, __half, "f16", __VA_ARGS__) \
   WGMMA_SHAPE(N, R, __nv_bfloat16, "bf16", __VA_ARGS__)
 
-WGMMA_SHAPES(32, 16, 16, 17, 18, 19, 20, 21, 22)
-WGMMA_SHAPES(48, 24, 24, 25, 26, 27, 28, 29, 30)
 WGMMA_SHAPES(64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA_SHAPES(80, 40, 40, 41, 42, 43, 44, 45, 46)
-WGMMA_SHAPES(96, 48, 48, 49, 50, 51, 52, 53, 54)
-WGMMA_SHAPES(112, 56, 56, 57, 58, 59, 60, 61, 62)
 WGMMA_SHAPES(128, 64, 64, 65, 66, 67, 68, 69, 70)
-WGMMA_SHAPES(144, 72, 72, 73, 74, 75, 76, 77, 78)
-WGMMA_SHAPES(160, 80, 80, 81, 82, 83, 84, 85, 86)
-WGMMA_SHAPES(176, 88, 88, 89, 90, 91, 92, 93, 94)
-WGMMA_SHAPES(192, 96, 96, 97, 98, 99, 100, 101, 102)
-WGMMA_SHAPES(208, 104, 104, 105, 106, 107, 108, 109, 110)
-WGMMA_SHAPES(224, 112, 112, 113, 114, 115, 116, 117, 118)
-WGMMA_SHAPES(240, 120, 120, 121, 122, 123, 124, 125, 126)
 WGMMA_SHAPES(256, 128, 128, 129, 130, 131, 132, 133, 134)

@@ -88,6 +88,7 @@ def _split_keys_and_values(
 _SIMT: dict[str, Any] = dict(dtypes=_ALL, capability=(7, 5), vector=1)
 _WMMA: dict[str, Any] = dict(dtypes=_ALL, vector=1, tf32=True)
 _HOPPER: dict[str, Any] = dict(capability=(9, 0), hopper=True)
+_WGMMA = _HOPPER | dict(head_dims=(64, 128, 256))
 
 RUNGS: tuple[Rung, ...] = (
     Rung(1, "naive", "01_naive.cu", "one thread computes one row of the output, from global memory", **_SIMT),
@@ -100,13 +101,10 @@ RUNGS: tuple[Rung, ...] = (
     Rung(8, "swizzle", "08_swizzle.cu", "swizzled shared memory: no bank conflicts"),
     Rung(9, "Q and P in registers", "09_registers.cu", "FlashAttention-2: neither is read from shared memory again"),
     Rung(10, "async copy", "10_async_copy.cu", "cp.async brings the next K and V while this tile is computed"),
-    Rung(11, "wgmma", "11_wgmma.cu", "Hopper: TMA loads whole tiles, wgmma multiplies them", **_HOPPER),
-    Rung(12, "warp specialised", "12_warp_specialised.cu", "one warp loads, the others take its registers", **_HOPPER),
-    Rung(13, "ping-pong", "13_ping_pong.cu", "one group's softmax runs beside another's products", **_HOPPER),
-    Rung(
-        14, "persistent", "14_persistent.cu", "blocks stay and take tile after tile, longest first",
-        head_dims=(64, 128, 256), **_HOPPER,
-    ),
+    Rung(11, "wgmma", "11_wgmma.cu", "Hopper: TMA loads whole tiles, wgmma multiplies them", **_WGMMA),
+    Rung(12, "warp specialised", "12_warp_specialised.cu", "one warp loads, the others take its registers", **_WGMMA),
+    Rung(13, "ping-pong", "13_ping_pong.cu", "one warpgroup's softmax runs beside another's products", **_WGMMA),
+    Rung(14, "persistent", "14_persistent.cu", "blocks stay; a tile's end overlaps the next one's beginning", **_WGMMA),
     Rung(
         15, "fp32", "15_fp32.cu", "float32 in parts of 16 bits on wgmma, as accurate as float32", (FP32,),
         workspace=_split_keys_and_values, **_HOPPER,

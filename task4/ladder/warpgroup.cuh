@@ -111,8 +111,8 @@ DEVICE void invert(float (&l_i)[2]) {
 // Writes this thread's part of O_i, rows g and g + 8 of the warp's 16, times factor; rows from `inside` on are past the end.
 // A thread has 2 of each 8 columns. Of 32 columns, the four threads of a row exchange pairs until thread t has all 8 from
 // 8 t on: 16 bytes, and 64 bytes of a row in one instruction. out: row g, column 8 t.
-template <int D, typename T>
-DEVICE void write_rows(T* out, int64_t row_stride, int inside, const float (&O_i)[D / 2], const float (&factor)[2]) {
+template <int D, typename T, int N>
+DEVICE void write_rows(T* out, int64_t row_stride, int inside, const float (&O_i)[N], const float (&factor)[2]) {
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
