@@ -29,8 +29,8 @@ KINDS = {
     "float32": torch.float32,
     "tf32": torch.float32,  # float32 tensors, multiplied in tf32
 }
-EACH = 0.12  # seconds of measuring that each function gets in a cell, warm-up apart
-LONGEST = 1.0  # seconds that one run may take
+EACH = 0.1  # seconds of measuring that each function gets in a cell, warm-up apart
+LONGEST = 0.3  # seconds that one run may take
 
 MATH, EFFICIENT, FLASH, CUDNN = "SDPA math", "SDPA memory-efficient", "SDPA flash", "SDPA cuDNN"
 FA3 = "FlashAttention-3"

@@ -47,8 +47,8 @@ SHAPES = [
     Case("some lengths", why="other edges of tiles in each run", head_dims=(64,), dtypes=(FP16,), devices=("cpu",), batch=1, heads=1, lengths=6, causal=True),
     Case("own scale", why="the factor of the scores is an argument", head_dims=(64,), dtypes=(FP32, FP16), devices=CUDA, batch=1, heads=1, q_len=40, kv_len=150, factor=0.03),
     Case("equal keys", why="every weight is 1 / kv_len", devices=CUDA, batch=1, heads=1, q_len=140, kv_len=333, scale=0.0),
-    Case("lengths", why="every edge of every tile", devices=CUDA, batch=1, heads=2, lengths=24),
-    Case("lengths, causal", why="every edge of every tile", devices=CUDA, batch=1, heads=2, lengths=48, causal=True),
+    Case("lengths", why="every edge of every tile", devices=CUDA, batch=1, heads=2, lengths=6),
+    Case("lengths, causal", why="every edge of every tile", devices=CUDA, batch=1, heads=2, lengths=12, causal=True),
     Case("S 1024", why="as it is timed", devices=CUDA, batch=2, heads=4, q_len=1024),
     Case("S 1024, causal", why="as it is timed", devices=CUDA, batch=2, heads=4, q_len=1024, causal=True),
     Case("S 1000, few kv heads", why="8 heads share 2 of keys and values", devices=CUDA, batch=3, heads=8, kv_heads=2, q_len=1000, causal=True),
@@ -278,7 +278,7 @@ def _repeat_cases(why):
 
 def _enough_for(case, rng):
     """q, k and v for more tiles than a GPU has multiprocessors; fewer where a rung is slow."""
-    batch, heads, seq = (4, 16, 1000) if case.rung > 3 else (1, 2, 300)
+    batch, heads, seq = (4, 16, 1000) if case.rung > 6 else (1, 2, 130)
     return [rng.randn(batch, seq, heads, case.head_dim, dtype=case.dtype) for _ in range(3)]
 
 
