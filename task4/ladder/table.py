@@ -20,6 +20,7 @@ from task4.ladder.speed import (
     FA3,
     HEAD_DIMS,
     KINDS,
+    LONGEST,
     PEERS,
     SEQS,
     Cell,
@@ -234,7 +235,9 @@ def _long_tables(kind: str, record: Record) -> list[str]:
 def _general(reason: str) -> str:
     """Without the seconds, which differ from length to length."""
     return re.sub(
-        r"a run would take about [\d.]+ s", "where a run would take more than a second", reason
+        r"a run would take about [\d.]+ s",
+        f"where a run would take more than {LONGEST:g} s",
+        reason,
     )
 
 
