@@ -277,8 +277,9 @@ def _repeat_cases(why):
 
 
 def _enough_for(case, rng):
-    """q, k and v for more tiles than a GPU has multiprocessors; fewer where a rung is slow."""
-    batch, heads, seq = (4, 16, 1000) if case.rung > 6 else (1, 2, 130)
+    """q, k and v as they are timed, many tiles for each multiprocessor; less where a rung is slow."""
+    timed = (8, 2048 // case.head_dim, 2048)
+    batch, heads, seq = timed if case.rung > 10 else (4, 16, 1000) if case.rung > 6 else (1, 2, 130)
     return [rng.randn(batch, seq, heads, case.head_dim, dtype=case.dtype) for _ in range(3)]
 
 
