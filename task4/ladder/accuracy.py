@@ -5,8 +5,8 @@
 
 The loss is the distance from float64: root of the mean square, and largest. The largest error of millions is chance and
 differs by tens of per cent between two kernels that round alike, so each head's largest is compared, and the geometric
-mean over the heads counts. For float32 no single head may be worse in root mean square either: one whose values are
-1e4 times smaller than another's has to be as good as that one.
+mean over the heads counts. For float32 no single head may be worse either, in its largest error and in root mean
+square: one whose values are 1e4 times smaller than another's has to be as good as that one.
 """
 
 from dataclasses import dataclass
@@ -51,6 +51,7 @@ class Loss:
         return {
             "largest": _ratios(self.head_largest, yardstick.head_largest).log().mean().exp().item(),
             "rms": _ratios(self.rms, yardstick.rms).item(),
+            "largest of a head": _ratios(self.head_largest, yardstick.head_largest).max().item(),
             "rms of a head": _ratios(self.head_rms, yardstick.head_rms).max().item(),
         }
 

@@ -373,7 +373,8 @@ def _accuracy_lines(kind: str, record: Record) -> list[str]:
         if rung in entries:
             entry = entries[rung]
             lines.append(
-                f"{rung} at d {width[1:]}: {entry['rms']:.2f} (root mean square), {entry['largest']:.2f} (largest)"
+                f"{rung} at d {width[1:]}: {entry['rms']:.2f} (root mean square),"
+                f" {entry['largest']:.2f} (largest, mean of the heads)"
             )
     if not lines:
         return []
