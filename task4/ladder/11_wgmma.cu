@@ -102,8 +102,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     for (int i = 0; i < D / 2; ++i) O_i[i] *= rescale[i / 2 % 2];  // line 10
 
     begin_PV<T, D, B_c>(O_i, P, s.V[ring.index]);  // line 10
-    wgmma_wait<0>();
-    keep_here(O_i);
+    finish_PV(O_i, P);
     ring.next();
     __syncthreads();  // K_j and V_j consumed before thread 0 asks for others in their place
   }

@@ -129,8 +129,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
 
     mbarrier_wait(&s.v_full[v.index], v.parity);
     begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);  // line 10
-    wgmma_wait<0>();
-    keep_here(O_i);
+    finish_PV(O_i, P);
     arrive_as_warp(&s.v_empty[v.index]);  // O_i is complete: V_j has been read
     v.next();
   }

@@ -150,9 +150,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       arrive_as_warp(&s.k_empty[k.index]);
       k.next();
       softmax<masked.value, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});  // line 9
-      wgmma_wait<0>();
-      keep_here(O_i);
-      keep_here(P);
+      finish_PV(O_i, P);
       arrive_as_warp(&s.v_empty[v.index]);  // O_i is complete: V_j has been read
       v.next();
 #pragma unroll
@@ -165,8 +163,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
 
     mbarrier_wait(&s.v_full[v.index], v.parity);
     begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);
-    wgmma_wait<0>();
-    keep_here(O_i);
+    finish_PV(O_i, P);
   }
   if (wg == 0) wait_for_turn();  // the last consumer's last pass_turn(): no barrier is left half full
   invert(l_i);

@@ -215,9 +215,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     m_i[0] = m_i[1] = -INFINITY;
     l_i[0] = l_i[1] = 0.0f;
     softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});
-    wgmma_wait<0>();
-    keep_here(O_i);
-    keep_here(P);
+    finish_PV(O_i, P);
     if (pending) {
       arrive_as_warp(&s.v_empty[v.index]);  // O_i is complete: V_j has been read
       v.next();
@@ -242,9 +240,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       arrive_as_warp(&s.k_empty[k.index]);
       k.next();
       softmax<masked.value, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});  // line 9
-      wgmma_wait<0>();
-      keep_here(O_i);
-      keep_here(P);
+      finish_PV(O_i, P);
       arrive_as_warp(&s.v_empty[v.index]);
       v.next();
 #pragma unroll
@@ -262,8 +258,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     mbarrier_wait(&s.v_full[v.index], v.parity);
     begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);
     invert(l_i);
-    wgmma_wait<0>();
-    keep_here(O_i);
+    finish_PV(O_i, P);
     write_rows<D>(pending_out, a.out_strides.row, pending_rows, O_i, l_i);
   }
 }

@@ -22,13 +22,13 @@
 
 // ---- Tensor maps (host): what a TMA load or store needs to know of a tensor. Passed by value as __grid_constant__.
 
-// A (batch, rows, heads, head_dim) tensor of 16-bit values in boxes of box_rows rows of one head, as five dimensions:
-// (64 values, row, head_dim / 64, head, batch), so that one load brings a tile in the layout above. Rows past the end are
-// zeros when read, and not written. Pointer and strides have to be multiples of 16 bytes.
+// A (batch, rows, heads, head_dim) tensor in boxes of box_rows rows of one head, as five dimensions: (the 64 values, or 32
+// floats, that are 128 bytes; row; 128 bytes of a row; head; batch), so that one load brings a tile in the layout above. Rows
+// past the end are zeros when read, and not written. Pointer and strides have to be multiples of 16 bytes.
 template <typename T>
 inline cudaError_t make_tensor_map(CUtensorMap* map, const void* data, Strides strides, int batch, int rows, int heads,
                                    int head_dim, int box_rows) {
-  static_assert(sizeof(T) == 2, "tensor maps of 16-bit values");
+  constexpr cuuint32_t WIDTH = 128 / sizeof(T);
   static const auto encode = [] {  // the driver's function, found through the runtime: libcuda is not linked
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -37,10 +37,12 @@ inline cudaError_t make_tensor_map(CUtensorMap* map, const void* data, Strides s
   }();
   if (!encode) return cudaErrorNotSupported;
   const auto bytes = [](int64_t stride, int size) { return size > 1 ? cuuint64_t(stride) * sizeof(T) : 16; };
-  const cuuint64_t sizes[5] = {64, cuuint64_t(rows), cuuint64_t(head_dim / 64), cuuint64_t(heads), cuuint64_t(batch)};
+  const cuuint64_t sizes[5] = {WIDTH, cuuint64_t(rows), head_dim / WIDTH, cuuint64_t(heads), cuuint64_t(batch)};
   const cuuint64_t pitches[4] = {bytes(strides.row, rows), 128, bytes(strides.head, heads), bytes(strides.batch, batch)};
-  const cuuint32_t box[5] = {64, cuuint32_t(box_rows), cuuint32_t(head_dim / 64), 1, 1}, steps[5] = {1, 1, 1, 1, 1};
-  const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const cuuint32_t box[5] = {WIDTH, cuuint32_t(box_rows), head_dim / WIDTH, 1, 1}, steps[5] = {1, 1, 1, 1, 1};
+  const auto type = std::is_same_v<T, float>    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                    : std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const CUresult result =
       encode(map, type, 5, const_cast<void*>(data), sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

@@ -61,6 +61,15 @@ DEVICE void begin_PV(float (&O_i)[D / 2], uint32_t (&P)[B_c / 4], const uint16_t
   wgmma_commit();
 }
 
+// O_i complete. Until here the tensor cores own the registers of P as well as O_i's: the compiler sees P read when P V_j is
+// begun, and would give them to whatever comes between.
+template <int N, int M>
+DEVICE void finish_PV(float (&O_i)[N], uint32_t (&P)[M]) {
+  wgmma_wait<0>();
+  keep_here(O_i);
+  keep_here(P);
+}
+
 // Line 9: S becomes P; rescale is the factor that O_i is due. Of row g (h = 0) or g + 8 the keys before end[h] are seen,
 // counted from this thread's first column. m_i is in units of S, and l_i this thread's own part of the sum.
 template <bool MASKED, int B_c>
