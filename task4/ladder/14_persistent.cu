@@ -23,11 +23,12 @@
 // few microseconds are a good part of it. Here
 //   pipeline   the producer runs on into the next tile, and Q_i has two buffers. The last P V_j of a tile is issued behind
 //              the first S of the next one, and O_i is written when both are done: a tile's border costs what a step costs
-//   order      causal: the longest row block and the shortest one, the second longest and the second shortest, ... are
-//              units of equal length, handed out in turn. Where few heads or 192 rows leave too few units for that, the
-//              longest come first, over up to 32 heads at once, and every second round goes through the blocks backwards.
-//              An atomic counter, longest first, balances as well, but was slower (head_dim 128: 640 against 680 TFLOP/s
-//              at 16,384 keys, 550 against 586 at 2,048), and it wants zeroed memory
+//   order      causal: the longest row blocks first, of as many heads as L2 holds K and V of; whoever is done takes the
+//              next one from a counter. The counter has to be zeroed, by a launch of its own, so up to 512 rows the longest
+//              and the shortest row block, the second longest and the second shortest, ... are units of equal length
+//   softmax    the tensor cores are done with P V_j when the softmax is somewhere in its exponentials. Waiting for them
+//              earlier is idle time, and later O_i and P are too late for the gaps that the exponentials leave. ptxas puts
+//              the wait first unless it is told otherwise: wait_after() below
 //   tile sizes by head_dim and q_len: the table at the end of the file
 //
 // Shared memory, with 1,024-byte alignment for the swizzle: Q_i twice, K_j and V_j in rings of two:
@@ -44,6 +45,11 @@
 
 constexpr int STAGES = 2;  // of the rings of K and V
 
+// How many of a thread's B_c / 2 exponentials come before the wait for P V_j: the best of those tried on an H200.
+template <int D>
+constexpr int EXPONENTIALS_BEFORE = D == 64 ? 8 : D == 128 ? 16
+                                                           : 20;
+
 // What the scheduler hands out. blocks: of K and V; -1: no more tiles
 struct Tile {
   int row_0, head, b, blocks;
@@ -54,18 +60,56 @@ struct Shared {
   static constexpr int B_r = 64 * CONSUMERS;
   alignas(1024) uint16_t Q[Q_STAGES][B_r * D];
   alignas(1024) uint16_t K[STAGES][B_c * D], V[STAGES][B_c * D];
-  Tile tile[2];
+  Tile tile;  // the next one
   // full: the buffer's contents have arrived. empty: all its readers are done with it
   uint64_t q_full[Q_STAGES], q_empty[Q_STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-  uint64_t tile_full[2], tile_empty[2];
+  uint64_t tile_full, tile_empty;
 };
 
 // The order of the tiles. A group is some heads, its row blocks sorted by length: number i is row block i / heads. Unit i of
-// a group is tile i; if longest_first the i-th from the end; if paired the i-th from the end, then tile i.
+// a group is tile i; if PAIRED the i-th from the end, then tile i; if COUNTED the i-th from the end. Block b takes the units
+// b, b + blocks, ...; if COUNTED the next one that nobody has taken yet.
+enum Order { IN_TURN,
+             PAIRED,
+             COUNTED };
 struct Plan {
   int row_blocks, group, units_a_group, units;
-  bool paired, longest_first;
+  Order order;
 };
+
+// What counts as arrived when `computed` is there. Never is it this NaN, but that the compiler does not know.
+DEVICE void arrive_after(uint64_t* barrier, float computed) {
+  if (threadIdx.x % 32 == 0 && __float_as_uint(computed) != 0xfffffffe) mbarrier_arrive(barrier);
+}
+
+// Line 9 in two parts. First the maxima: rescale is the factor that O_i is due, shift what an exponential subtracts.
+template <bool MASKED, int B_c>
+DEVICE void new_maxima(float (&S)[B_c / 2], float (&m_i)[2], float (&rescale)[2], float (&shift)[2], float scale,
+                       const int (&end)[2]) {
+  keep_here(S);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if constexpr (MASKED) mask<B_c>(S, h, end[h]);
+    const float m_new = fmaxf(m_i[h], row_maximum<B_c>(S, h));
+    const bool none = MASKED && m_new == -INFINITY;  // no key so far: -inf - -inf would be NaN
+    shift[h] = none ? 0.0f : m_new * scale;
+    rescale[h] = none ? 1.0f : fast_exp2((m_i[h] - m_new) * scale);
+    m_i[h] = m_new;
+  }
+}
+
+// Then the exponentials FROM ... TO - 1 of both rows, row g's first, and their sums: two of a row, so that no addition waits
+// for the one before.
+template <int FROM, int TO, int B_c>
+DEVICE void exponentials(float (&S)[B_c / 2], float (&sum)[2][2], const float (&shift)[2], float scale) {
+#pragma unroll
+  for (int n = FROM; n < TO; ++n) {
+    const int h = n / (B_c / 4), i = n % (B_c / 4);
+    float& s = S[i / 2 * 4 + 2 * h + i % 2];
+    s = fast_exp2(fmaf(s, scale, -shift[h]));
+    sum[h][i % 2] += s;
+  }
+}
 
 template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1)
@@ -83,40 +127,40 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], 4 * CONSUMERS);  // the consumers' warps
       mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], 4 * CONSUMERS);
     }
-    for (int i = 0; i < 2; ++i)
-      mbarrier_init(&s.tile_full[i], 1), mbarrier_init(&s.tile_empty[i], 4 * CONSUMERS + 1);  // and the producer
+    mbarrier_init(&s.tile_full, 1), mbarrier_init(&s.tile_empty, 4 * CONSUMERS + 1);  // and the producer
     mbarrier_init_fence();
   }
   __syncthreads();  // barriers initialised before anyone uses them
 
-  Ring<2> tiles;
+  Ring<1> tiles;
   const auto take_tile = [&] {  // the next one; by whole warps, or one thread
-    mbarrier_wait(&s.tile_full[tiles.index], tiles.parity);
-    return s.tile[tiles.index];
+    mbarrier_wait(&s.tile_full, tiles.parity);
+    tiles.next();
+    return s.tile;
   };
 
   if (warpgroup == 0) {
     registers_give<CONSUMERS == 2 ? 24 : 32>();
     if (threadIdx.x == 32) {  // the scheduler
+      const auto wait = [&] { mbarrier_wait(&s.tile_empty, tiles.parity ^ 1); };  // until the tile before is taken
       const auto hand_out = [&](Tile tile) {
-        mbarrier_wait(&s.tile_empty[tiles.index], tiles.parity ^ 1);
-        s.tile[tiles.index] = tile;
-        mbarrier_arrive(&s.tile_full[tiles.index]);
+        wait();
+        s.tile = tile;
+        mbarrier_arrive(&s.tile_full);
         tiles.next();
       };
       const auto tile_of = [&](int i, int first, int heads) {
         const int row_0 = i / heads * B_r, of_all = first + i % heads, b = of_all / a.heads;
         return Tile{row_0, of_all - b * a.heads, b, ceil_div(a.visible(min(row_0 + B_r, a.q_len) - 1), B_c)};
       };
-      for (int round = 0; round * gridDim.x < plan.units; ++round) {
-        const bool backwards = plan.longest_first && round % 2;  // who had the longest of a round has the shortest of the next
-        const int unit = round * gridDim.x + (backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-        if (unit >= plan.units) continue;
+      for (int unit = blockIdx.x; unit < plan.units;) {
         const int group = unit / plan.units_a_group, first = group * plan.group;  // first: its first head
         const int heads = min(plan.group, a.batch * a.heads - first);             // the last group may have fewer
         const int i = unit - group * plan.units_a_group, last = heads * plan.row_blocks - 1;
-        if (plan.longest_first || (plan.paired && i != last - i)) hand_out(tile_of(last - i, first, heads));
-        if (!plan.longest_first) hand_out(tile_of(i, first, heads));
+        if (plan.order == COUNTED || (plan.order == PAIRED && i != last - i)) hand_out(tile_of(last - i, first, heads));
+        if (plan.order != COUNTED) hand_out(tile_of(i, first, heads));
+        wait();  // counted: whoever is done first gets the next one, so no earlier than necessary
+        unit = gridDim.x + (plan.order == COUNTED ? atomicAdd(static_cast<int*>(a.workspace), 1) : unit);
       }
       hand_out({0, 0, 0, -1});
     } else if (threadIdx.x == 0) {  // the producer
@@ -124,26 +168,26 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       Ring<STAGES> k, v;
       while (true) {
         const Tile tile = take_tile();
-        mbarrier_arrive(&s.tile_empty[tiles.index]);
-        tiles.next();
+        if (tile.blocks <= 0) mbarrier_arrive(&s.tile_empty);
         if (tile.blocks < 0) break;
         const int kv_head = tile.head / (a.heads / a.kv_heads);
         for (int j = tile.blocks - 1; j >= -1 && tile.blocks; --j) {  // line 7, in the order of use: K Q, K V, K V, ..., V
+          if (j == 0) mbarrier_arrive(&s.tile_empty);  // in time for the next tile's Q_i and K_j to come behind these
           if (j >= 0) {
             mbarrier_wait(&s.k_empty[k.index], k.parity ^ 1);
             mbarrier_arrive_expect(&s.k_full[k.index], B_c * D * sizeof(T));
-            tma_load(s.K[k.index], &k_map, &s.k_full[k.index], j * B_c, kv_head, tile.b);
+            tma_load(s.K[k.index], &k_map, &s.k_full[k.index], j * B_c, kv_head, tile.b, EVICT_LAST);
             k.next();
           }
           if (j == tile.blocks - 1) {
             mbarrier_wait(&s.q_empty[q.index], q.parity ^ 1);
             mbarrier_arrive_expect(&s.q_full[q.index], B_r * D * sizeof(T));
-            tma_load(s.Q[q.index], &q_map, &s.q_full[q.index], tile.row_0, tile.head, tile.b);
+            tma_load(s.Q[q.index], &q_map, &s.q_full[q.index], tile.row_0, tile.head, tile.b, EVICT_FIRST);
             q.next();
           } else {
             mbarrier_wait(&s.v_empty[v.index], v.parity ^ 1);
             mbarrier_arrive_expect(&s.v_full[v.index], B_c * D * sizeof(T));
-            tma_load(s.V[v.index], &v_map, &s.v_full[v.index], (j + 1) * B_c, kv_head, tile.b);
+            tma_load(s.V[v.index], &v_map, &s.v_full[v.index], (j + 1) * B_c, kv_head, tile.b, EVICT_LAST);
             v.next();
           }
         }
@@ -178,8 +222,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
   while (true) {
     const Tile tile = take_tile();
     __syncwarp();  // all lanes have read it
-    arrive_as_warp(&s.tile_empty[tiles.index]);
-    tiles.next();
+    arrive_as_warp(&s.tile_empty);
     if (tile.blocks < 0) break;
     const int row = tile.row_0 + wg * 64 + warp * 16 + g;
     T* out = a.out_head<T>(tile.b, tile.head) + int64_t(row) * a.out_strides.row + 8 * t;
@@ -237,12 +280,19 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);  // line 10
       pass_turn();
       wgmma_wait<1>();
-      arrive_as_warp(&s.k_empty[k.index]);
+      // The wait for P V_j comes behind the release of K_j, and that behind the first exponentials.
+      constexpr int FIRST = EXPONENTIALS_BEFORE<D>;
+      float shift[2], sum[2][2] = {};
+      new_maxima<masked.value, B_c>(S, m_i, rescale, shift, scale, {seen[0] - j * B_c, seen[1] - j * B_c});  // line 9
+      for (int h = 0; h < 2; ++h) sum[h][0] = l_i[h] * rescale[h];
+      exponentials<0, FIRST, B_c>(S, sum, shift, scale);
+      arrive_after(&s.k_empty[k.index], sum[0][1]);
       k.next();
-      softmax<masked.value, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});  // line 9
       finish_PV(O_i, P);
       arrive_as_warp(&s.v_empty[v.index]);
       v.next();
+      exponentials<FIRST, B_c / 2, B_c>(S, sum, shift, scale);
+      for (int h = 0; h < 2; ++h) l_i[h] = sum[h][0] + sum[h][1];
 #pragma unroll
       for (int i = 0; i < D / 2; ++i) O_i[i] *= rescale[i / 2 % 2];  // line 10
       make_P();
@@ -281,16 +331,18 @@ static cudaError_t launch_tiles(const Attention& a, cudaStream_t stream) {
   const int heads = a.batch * a.heads;
   Plan plan;
   plan.row_blocks = ceil_div(a.q_len, B_r);
-  const bool several = a.causal && heads * plan.row_blocks > multiprocessors;  // else each block has one tile at most
-  plan.longest_first = several && (CONSUMERS == 3 || heads <= 16);
-  plan.paired = several && !plan.longest_first;
-  if (plan.longest_first) {
-    plan.group = std::min(heads, 32);
+  plan.order = IN_TURN;
+  if (a.causal && heads * plan.row_blocks > multiprocessors)  // else each block has one tile at most
+    plan.order = a.workspace ? COUNTED : PAIRED;
+  if (plan.order == COUNTED) {
+    const int64_t in_l2 = (32 << 20) / (int64_t(a.kv_len) * D * 4) * (a.heads / a.kv_heads);
+    plan.group = std::clamp<int64_t>(in_l2, 1, heads);
     plan.units_a_group = plan.group * plan.row_blocks;
     plan.units = heads * plan.row_blocks;
+    if ((error = cudaMemsetAsync(a.workspace, 0, sizeof(int), stream))) return error;
   } else {
-    plan.group = plan.paired ? 1 + plan.row_blocks % 2 : 1;  // odd: the block in the middle is paired with another head's
-    plan.units_a_group = plan.paired ? plan.group * plan.row_blocks / 2 : plan.row_blocks;
+    plan.group = plan.order == PAIRED ? 1 + plan.row_blocks % 2 : 1;  // odd: the block in the middle is paired with another head's
+    plan.units_a_group = plan.order == PAIRED ? plan.group * plan.row_blocks / 2 : plan.row_blocks;
     plan.units = heads / plan.group * plan.units_a_group + heads % plan.group * ceil_div(plan.row_blocks, 2);
   }
   const int grid = std::min(multiprocessors, plan.units);

@@ -340,11 +340,11 @@ def _dispatch(kind: str, ladder: Sequence[Rung], records: table.Records) -> None
     q, k, v = (torch.randn(1, 128, 4, 128, device="cuda").to(KINDS[kind]) for _ in range(3))
     if kind == "tf32" or rungs.fastest(q.device, q.dtype, 128) not in ladder:
         return
-    dispatch_us = speed.time_call(q, k, v, launch=False)
-    launch_us = speed.time_call(q, k, v) - dispatch_us
-    records.add_dispatch(kind, dispatch_us, launch_us)
+    cost = speed.host_cost(q, k, v)
+    records.add_dispatch(kind, cost)
     console.print(
-        f"a call costs the host {dispatch_us:.1f} us to dispatch (10 allowed), {launch_us:.1f} us to launch"
+        f"a call costs the host {cost.dispatch_us:.1f} us to dispatch (10 allowed), {cost.allocate_us:.1f} us to"
+        f" allocate, {cost.launch_us:.1f} us to launch"
     )
 
 

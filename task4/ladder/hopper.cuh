@@ -87,12 +87,16 @@ DEVICE void tma_prefetch(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// How long L2 shall keep what is loaded: the policies that createpolicy makes of all of an access.
+constexpr uint64_t EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12f0000000000000, EVICT_LAST = 0x14f0000000000000;
+
 // Rows row... of one head, all of head_dim, to shared memory; barrier counts the bytes.
-DEVICE void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, int row, int head, int b) {
+DEVICE void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, int row, int head, int b,
+                     uint64_t policy = EVICT_NORMAL) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %3, %5, %6}], "
-      "[%2];" ::"r"(shared_address(to)),
-      "l"(map), "r"(shared_address(barrier)), "r"(0), "r"(row), "r"(head), "r"(b)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %3, %5, %6}], [%2], %7;" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(0), "r"(row), "r"(head), "r"(b), "l"(policy)
       : "memory");
 }
 

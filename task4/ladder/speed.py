@@ -236,26 +236,22 @@ def matmul_tflops(kind: str) -> float:
     return 2 * n**3 / timing.median_ms / 1e9
 
 
-def time_call(
-    q: Tensor, k: Tensor, v: Tensor, rung: int | None = None, *, launch: bool = True
-) -> float:
-    """Microseconds of the host for one ``ladder_attention``.
+@dataclass(frozen=True)
+class HostCost:
+    """What one ``ladder_attention`` costs the host, in microseconds."""
 
-    Without the launch through ctypes the rest is left: to check, to choose the rung and to allocate the output.
-    """
+    dispatch_us: float  # to check the arguments and to choose the rung
+    allocate_us: float  # for the output and the rung's workspace
+    launch_us: float  # through ctypes
 
-    def run() -> Tensor:
-        return ladder_attention(q, k, v, causal=True, rung=rung)
 
-    run()
-    launches = rungs.kernels(rungs.prepared(q, k, v, True, None, rung).rung)._calls
-    kept = dict(launches)
-    try:
-        if not launch:
-            launches.update(dict.fromkeys(launches, lambda arguments: None))
-        return _microseconds(run)
-    finally:
-        launches.update(kept)
+def host_cost(q: Tensor, k: Tensor, v: Tensor, rung: int | None = None) -> HostCost:
+    """Time the parts of a causal call, each as the fastest of several samples."""
+    call = rungs.prepared(q, k, v, True, None, rung)
+    dispatch = _microseconds(lambda: rungs.prepared(q, k, v, True, None, rung))
+    allocate = _microseconds(call.allocate)
+    whole = _microseconds(lambda: ladder_attention(q, k, v, causal=True, rung=rung))
+    return HostCost(dispatch, allocate, max(0.0, whole - dispatch - allocate))
 
 
 def _microseconds(run: Callable[[], object], times: int = 300) -> float:
@@ -263,6 +259,7 @@ def _microseconds(run: Callable[[], object], times: int = 300) -> float:
         for _ in range(times):
             run()
 
+    run()
     samples = []
     for _ in range(9):
         samples.append(timeit.timeit(several, number=1) / times * 1e6)

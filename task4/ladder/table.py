@@ -9,6 +9,7 @@ README.md     <!-- ladder: table --> ... <!-- end: table -->, and the same for b
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from common.check.record import sources_hash, write_atomically, write_json
@@ -24,6 +25,7 @@ from task4.ladder.speed import (
     PEERS,
     SEQS,
     Cell,
+    HostCost,
     Measured,
     rung_name,
     takes,
@@ -75,13 +77,9 @@ class Records:
         self.kinds[kind]["accuracy"].setdefault(f"d{head_dim}", {})[rung_name(rung)] = entry
         self._write(kind)
 
-    def add_dispatch(self, kind: str, dispatch_us: float, launch_us: float) -> None:
+    def add_dispatch(self, kind: str, cost: HostCost) -> None:
         """What a call costs the host."""
-        self.kinds[kind]["dispatch"] = {
-            "dispatch_us": dispatch_us,
-            "launch_us": launch_us,
-            "run": self.run,
-        }
+        self.kinds[kind]["dispatch"] = {**asdict(cost), "run": self.run}
         self._write(kind)
 
     def _write(self, kind: str) -> None:
@@ -245,8 +243,9 @@ def _notes(record: Record) -> list[str]:
     lines = []
     if host := record.get("dispatch"):
         lines.append(
-            f"A call costs the host {host['dispatch_us']:.1f} us to check its arguments, choose the rung and allocate"
-            f" the output, and {host['launch_us']:.1f} us to launch through ctypes."
+            f"A call costs the host {host['dispatch_us']:.1f} us to check its arguments and choose the rung,"
+            f" {host['allocate_us']:.1f} us to allocate the output and {host['launch_us']:.1f} us to launch through"
+            " ctypes."
         )
         lines.append("")
     dates = {entry["run"] for entry in _entries(record)}

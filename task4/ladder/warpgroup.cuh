@@ -70,33 +70,42 @@ DEVICE void finish_PV(float (&O_i)[N], uint32_t (&P)[M]) {
   keep_here(P);
 }
 
-// Line 9: S becomes P; rescale is the factor that O_i is due. Of row g (h = 0) or g + 8 the keys before end[h] are seen,
-// counted from this thread's first column. m_i is in units of S, and l_i this thread's own part of the sum.
+// Of row g (h = 0) or g + 8 the keys from `end` on are not seen, counted from this thread's first column.
+template <int B_c>
+DEVICE void mask(float (&S)[B_c / 2], int h, int end) {
+#pragma unroll
+  for (int i = 0; i < B_c / 4; ++i)
+    if (i / 2 * 8 + i % 2 >= end) S[i / 2 * 4 + 2 * h + i % 2] = -INFINITY;
+}
+
+// Of row g (h = 0) or g + 8, in all four threads that share it.
+template <int B_c>
+DEVICE float row_maximum(const float (&S)[B_c / 2], int h) {
+  float top[2];  // two: in a chain of one, each step would wait for the one before
+#pragma unroll
+  for (int c = 0; c < B_c / 8; ++c) {
+    const float of_pair = fmaxf(S[4 * c + 2 * h], S[4 * c + 2 * h + 1]);
+    top[c % 2] = c < 2 ? of_pair : fmaxf(top[c % 2], of_pair);
+  }
+  const float of_thread = fmaxf(top[0], top[1]), of_two = fmaxf(of_thread, __shfl_xor_sync(~0u, of_thread, 1));
+  return fmaxf(of_two, __shfl_xor_sync(~0u, of_two, 2));
+}
+
+// Line 9: S becomes P; rescale is the factor that O_i is due. end: as for mask(). m_i is in units of S, and l_i this thread's
+// own part of the sum.
 template <bool MASKED, int B_c>
 DEVICE void softmax(float (&S)[B_c / 2], float (&m_i)[2], float (&l_i)[2], float (&rescale)[2], float scale,
                     const int (&end)[2]) {
   keep_here(S);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if constexpr (MASKED) {
-#pragma unroll
-      for (int i = 0; i < B_c / 4; ++i)
-        if (i / 2 * 8 + i % 2 >= end[h]) S[i / 2 * 4 + 2 * h + i % 2] = -INFINITY;
-    }
-    float top[2], sum[2] = {0.0f, 0.0f};  // two of each: in a chain of one, each step would wait for the one before
-#pragma unroll
-    for (int c = 0; c < B_c / 8; ++c) {
-      const float of_pair = fmaxf(S[4 * c + 2 * h], S[4 * c + 2 * h + 1]);
-      top[c % 2] = c < 2 ? of_pair : fmaxf(top[c % 2], of_pair);
-    }
-    float m_new = fmaxf(top[0], top[1]);
-    m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 1));
-    m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, 2));
-    m_new = fmaxf(m_i[h], m_new);
+    if constexpr (MASKED) mask<B_c>(S, h, end[h]);
+    const float m_new = fmaxf(m_i[h], row_maximum<B_c>(S, h));
     const bool none = MASKED && m_new == -INFINITY;  // no key so far: -inf - -inf would be NaN
     const float shift = none ? 0.0f : m_new * scale;
     rescale[h] = none ? 1.0f : fast_exp2((m_i[h] - m_new) * scale);
     m_i[h] = m_new;
+    float sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < B_c / 4; ++i) {
       float& s = S[i / 2 * 4 + 2 * h + i % 2];
