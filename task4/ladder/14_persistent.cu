@@ -28,7 +28,7 @@
 //              and the shortest row block, the second longest and the second shortest, ... are units of equal length
 //   softmax    the tensor cores are done with P V_j when the softmax is somewhere in its exponentials. Waiting for them
 //              earlier is idle time, and later O_i and P are too late for the gaps that the exponentials leave. ptxas puts
-//              the wait first unless it is told otherwise: wait_after() below
+//              the wait first unless something holds it back: arrive_after() below
 //   tile sizes by head_dim and q_len: the table at the end of the file
 //
 // Shared memory, with 1,024-byte alignment for the swizzle: Q_i twice, K_j and V_j in rings of two:
@@ -45,10 +45,26 @@
 
 constexpr int STAGES = 2;  // of the rings of K and V
 
-// How many of a thread's B_c / 2 exponentials come before the wait for P V_j: the best of those tried on an H200.
+// ptxas orders these 400 instructions as it likes, and how well they fill each other's gaps is up to 5 % of the speed. What
+// can be said is said here: the best of those tried with nvcc 13.0 on an H200, for each head_dim (NOTES.md).
 template <int D>
-constexpr int EXPONENTIALS_BEFORE = D == 64 ? 8 : D == 128 ? 16
-                                                           : 20;
+struct Order;
+template <>
+struct Order<64> {
+  static constexpr int BEFORE = 8;               // of a thread's B_c / 2 exponentials: those before the wait for P V_j
+  static constexpr bool L_FIRST = true;          // the sum begins with what l_i was, and does not end with it
+  static constexpr bool UNMASKED_FIRST = false;  // a softmax without mask for the first S too, where it needs none
+};
+template <>
+struct Order<128> {
+  static constexpr int BEFORE = 48;
+  static constexpr bool L_FIRST = true, UNMASKED_FIRST = true;
+};
+template <>
+struct Order<256> {
+  static constexpr int BEFORE = 20;
+  static constexpr bool L_FIRST = false, UNMASKED_FIRST = false;
+};
 
 // What the scheduler hands out. blocks: of K and V; -1: no more tiles
 struct Tile {
@@ -66,18 +82,19 @@ struct Shared {
   uint64_t tile_full, tile_empty;
 };
 
-// The order of the tiles. A group is some heads, its row blocks sorted by length: number i is row block i / heads. Unit i of
-// a group is tile i; if PAIRED the i-th from the end, then tile i; if COUNTED the i-th from the end. Block b takes the units
-// b, b + blocks, ...; if COUNTED the next one that nobody has taken yet.
-enum Order { IN_TURN,
-             PAIRED,
-             COUNTED };
+// A group is some heads, its row blocks sorted by length: tile i of it is row block i / heads of a head. Units are what blocks
+// take: block b takes b, b + blocks, b + 2 blocks, ...
+enum class Turns {
+  IN_ORDER,  // unit i is tile i
+  PAIRED,    // unit i is tile i from the end, then tile i
+  COUNTED,   // unit i is tile i from the end; a block takes the next one that nobody has taken yet
+};
 struct Plan {
   int row_blocks, group, units_a_group, units;
-  Order order;
+  Turns turns;
 };
 
-// What counts as arrived when `computed` is there. Never is it this NaN, but that the compiler does not know.
+// Arrives, and so does whatever comes behind it, when `computed` is there. It never is this NaN: ptxas cannot know that.
 DEVICE void arrive_after(uint64_t* barrier, float computed) {
   if (threadIdx.x % 32 == 0 && __float_as_uint(computed) != 0xfffffffe) mbarrier_arrive(barrier);
 }
@@ -157,10 +174,10 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
         const int group = unit / plan.units_a_group, first = group * plan.group;  // first: its first head
         const int heads = min(plan.group, a.batch * a.heads - first);             // the last group may have fewer
         const int i = unit - group * plan.units_a_group, last = heads * plan.row_blocks - 1;
-        if (plan.order == COUNTED || (plan.order == PAIRED && i != last - i)) hand_out(tile_of(last - i, first, heads));
-        if (plan.order != COUNTED) hand_out(tile_of(i, first, heads));
+        if (plan.turns == Turns::COUNTED || (plan.turns == Turns::PAIRED && i != last - i)) hand_out(tile_of(last - i, first, heads));
+        if (plan.turns != Turns::COUNTED) hand_out(tile_of(i, first, heads));
         wait();  // counted: whoever is done first gets the next one, so no earlier than necessary
-        unit = gridDim.x + (plan.order == COUNTED ? atomicAdd(static_cast<int*>(a.workspace), 1) : unit);
+        unit = gridDim.x + (plan.turns == Turns::COUNTED ? atomicAdd(static_cast<int*>(a.workspace), 1) : unit);
       }
       hand_out({0, 0, 0, -1});
     } else if (threadIdx.x == 0) {  // the producer
@@ -257,7 +274,11 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     const float inverse[2] = {l_i[0], l_i[1]};
     m_i[0] = m_i[1] = -INFINITY;
     l_i[0] = l_i[1] = 0.0f;
-    softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});
+    if (Order<D>::UNMASKED_FIRST && j < whole) {
+      softmax<false, B_c>(S, m_i, l_i, rescale, scale, {});
+    } else {
+      softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});
+    }
     finish_PV(O_i, P);
     if (pending) {
       arrive_as_warp(&s.v_empty[v.index]);  // O_i is complete: V_j has been read
@@ -280,19 +301,19 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);  // line 10
       pass_turn();
       wgmma_wait<1>();
-      // The wait for P V_j comes behind the release of K_j, and that behind the first exponentials.
-      constexpr int FIRST = EXPONENTIALS_BEFORE<D>;
+      constexpr int BEFORE = Order<D>::BEFORE;
       float shift[2], sum[2][2] = {};
       new_maxima<masked.value, B_c>(S, m_i, rescale, shift, scale, {seen[0] - j * B_c, seen[1] - j * B_c});  // line 9
-      for (int h = 0; h < 2; ++h) sum[h][0] = l_i[h] * rescale[h];
-      exponentials<0, FIRST, B_c>(S, sum, shift, scale);
-      arrive_after(&s.k_empty[k.index], sum[0][1]);
+      if (Order<D>::L_FIRST) sum[0][0] = l_i[0] * rescale[0], sum[1][0] = l_i[1] * rescale[1];
+      exponentials<0, BEFORE, B_c>(S, sum, shift, scale);
+      arrive_after(&s.k_empty[k.index], sum[BEFORE > B_c / 4][1]);
       k.next();
       finish_PV(O_i, P);
       arrive_as_warp(&s.v_empty[v.index]);
       v.next();
-      exponentials<FIRST, B_c / 2, B_c>(S, sum, shift, scale);
-      for (int h = 0; h < 2; ++h) l_i[h] = sum[h][0] + sum[h][1];
+      exponentials<BEFORE, B_c / 2, B_c>(S, sum, shift, scale);
+      for (int h = 0; h < 2; ++h)
+        l_i[h] = Order<D>::L_FIRST ? sum[h][0] + sum[h][1] : l_i[h] * rescale[h] + sum[h][0] + sum[h][1];
 #pragma unroll
       for (int i = 0; i < D / 2; ++i) O_i[i] *= rescale[i / 2 % 2];  // line 10
       make_P();
@@ -331,18 +352,19 @@ static cudaError_t launch_tiles(const Attention& a, cudaStream_t stream) {
   const int heads = a.batch * a.heads;
   Plan plan;
   plan.row_blocks = ceil_div(a.q_len, B_r);
-  plan.order = IN_TURN;
+  plan.turns = Turns::IN_ORDER;
   if (a.causal && heads * plan.row_blocks > multiprocessors)  // else each block has one tile at most
-    plan.order = a.workspace ? COUNTED : PAIRED;
-  if (plan.order == COUNTED) {
+    plan.turns = a.workspace ? Turns::COUNTED : Turns::PAIRED;
+  if (plan.turns == Turns::COUNTED) {
     const int64_t in_l2 = (32 << 20) / (int64_t(a.kv_len) * D * 4) * (a.heads / a.kv_heads);
     plan.group = std::clamp<int64_t>(in_l2, 1, heads);
     plan.units_a_group = plan.group * plan.row_blocks;
     plan.units = heads * plan.row_blocks;
     if ((error = cudaMemsetAsync(a.workspace, 0, sizeof(int), stream))) return error;
   } else {
-    plan.group = plan.order == PAIRED ? 1 + plan.row_blocks % 2 : 1;  // odd: the block in the middle is paired with another head's
-    plan.units_a_group = plan.order == PAIRED ? plan.group * plan.row_blocks / 2 : plan.row_blocks;
+    const bool paired = plan.turns == Turns::PAIRED;
+    plan.group = paired ? 1 + plan.row_blocks % 2 : 1;  // odd: the block in the middle is paired with another head's
+    plan.units_a_group = paired ? plan.group * plan.row_blocks / 2 : plan.row_blocks;
     plan.units = heads / plan.group * plan.units_a_group + heads % plan.group * ceil_div(plan.row_blocks, 2);
   }
   const int grid = std::min(multiprocessors, plan.units);

@@ -275,7 +275,7 @@ def _time(ladder: Sequence[Rung], options: argparse.Namespace) -> None:
 
     records = table.Records()
     for kind in options.kinds:
-        run = provenance(suite, device="cuda", seed=options.seed)
+        run = {**provenance(suite, device="cuda", seed=options.seed), "fa3": speed.fa3_version()}
         with console.status(f"{kind}: the ceiling"):
             ceiling = speed.matmul_tflops(kind)
         records.begin(kind, run, ceiling)

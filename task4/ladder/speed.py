@@ -10,6 +10,7 @@ import timeit
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 
 import torch
 from torch import Tensor
@@ -99,6 +100,18 @@ def peers() -> tuple[dict[str, Attention], dict[str, str]]:
         return out[0] if isinstance(out, tuple) else out
 
     return {**found, FA3: fa3}, {}
+
+
+def fa3_version() -> str | None:
+    """What FlashAttention-3 says of itself; None if it is not there."""
+    try:
+        import flash_attn_interface
+    except Exception:  # as in peers()
+        return None
+    for name in ("flash_attn_3", "flash-attn-3"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return getattr(flash_attn_interface, "__version__", "of unknown version")
 
 
 def _sdpa(backend: SDPBackend) -> Attention:

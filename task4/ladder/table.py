@@ -251,6 +251,8 @@ def _notes(record: Record) -> list[str]:
     dates = {entry["run"] for entry in _entries(record)}
     runs = [record["runs"][date] for date in sorted(dates)]
     lines += [f"Run of {describe_run(run)}" + ("  " if run is not runs[-1] else "") for run in runs]
+    if versions := sorted({run["fa3"] for run in runs if run.get("fa3")}):
+        lines += ["", f"FlashAttention-3: {', '.join(versions)}"]
     if any(stale(run) for run in runs):
         lines += ["", "The kernels have changed since."]
     return lines

@@ -53,6 +53,7 @@ SHAPES = [
     Case("S 1024, causal", why="as it is timed", devices=CUDA, batch=2, heads=4, q_len=1024, causal=True),
     Case("S 1000, few kv heads", why="8 heads share 2 of keys and values", devices=CUDA, batch=3, heads=8, kv_heads=2, q_len=1000, causal=True),
     Case("S 4095", why="many tiles, and a ragged last one", devices=CUDA, batch=1, heads=2, q_len=4095, causal=True),
+    Case("several groups of heads", why="more tiles than multiprocessors, of more heads than L2 holds, are taken from a counter", devices=CUDA, batch=2, heads=21, kv_heads=7, q_len=700, kv_len=8200, causal=True),
     Case("large, slices of one qkv tensor", why="strides that are no multiple of a tile", devices=CUDA, batch=2, heads=3, q_len=515, layout="fused", causal=True),
     Case("large, heads first", why="(batch, heads, seq, head_dim) in memory", devices=CUDA, batch=2, heads=3, q_len=515, layout="heads first"),
     Case("large, on a cache", why="behind the keys lies NaN, which must not be read, not even to multiply it by 0", devices=CUDA, batch=2, heads=4, kv_heads=1, q_len=129, kv_len=777, layout="cache", causal=True),
