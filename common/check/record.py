@@ -265,18 +265,20 @@ _WRITTEN = (
 def git_commit(root: Path = ROOT) -> tuple[str | None, bool | None]:
     """The commit's short hash and whether files differ from it.
 
-    Outside of git, in a tree that was copied to a compute node, the environment variable GIT_COMMIT says it;
-    otherwise it is None. Whether files differ from it is then not known, None.
+    In a tree that was copied to a compute node, the environment variable GIT_COMMIT says it; outside of git and without
+    that it is None. Whether files differ from it is then not known, None.
 
     Results.md, the records and the ladder's table do not count: grading and timing write them.
     """
+    if commit := os.environ.get("GIT_COMMIT"):
+        return commit, None
     try:
         commit = _git(root, "rev-parse", "--short=12", "HEAD").strip()
         changed = _git(
             root, "status", "--porcelain", "--", ".", *(f":!{path}" for path in _WRITTEN)
         )
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("GIT_COMMIT"), None
+        return None, None
     return commit, bool(changed.strip())
 
 

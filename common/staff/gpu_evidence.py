@@ -9,6 +9,7 @@ Writes common/records/gpu_evidence.json and ends with status 1 if anything is no
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -56,8 +57,9 @@ def sanitize(tool: str, test: list[str]) -> dict:
         sys.executable,
         *test,
     ]
+    alone = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False
+        command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=1800, check=False
     )
     output = done.stdout + done.stderr
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", output)
@@ -67,7 +69,8 @@ def sanitize(tool: str, test: list[str]) -> dict:
         done.returncode == 0 and bool(summary) and all("SUMMARY: 0 " in line for line in summary)
     )
     if not clean:
-        print("\n".join(line[:160] for line in output.splitlines()[-40:]))
+        told = [line for line in output.splitlines() if "Host Frame" not in line]
+        print("\n".join(line[:160] for line in told[-60:]))
     return {"tool": tool, "test": name, "clean": clean, "summary": summary}
 
 

@@ -823,7 +823,8 @@ def test_a_suite_under_pytest(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ
+        | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
     )

@@ -144,13 +144,13 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], 4 * CONSUMERS);  // the consumers' warps
       mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], 4 * CONSUMERS);
     }
-    mbarrier_init(&s.tile_full, 1), mbarrier_init(&s.tile_empty, 4 * CONSUMERS + 1);  // and the producer
+    mbarrier_init(&s.tile_full, 1), mbarrier_init(&s.tile_empty, CONSUMERS * WARPGROUP + 1);  // and the producer
     mbarrier_init_fence();
   }
   __syncthreads();  // barriers initialised before anyone uses them
 
   Ring<1> tiles;
-  const auto take_tile = [&] {  // the next one; by whole warps, or one thread
+  const auto take_tile = [&] {  // the next one
     mbarrier_wait(&s.tile_full, tiles.parity);
     tiles.next();
     return s.tile;
@@ -238,8 +238,8 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
 
   while (true) {
     const Tile tile = take_tile();
-    __syncwarp();  // all lanes have read it
-    arrive_as_warp(&s.tile_empty);
+    __syncwarp();  // ptxas orders what follows better with it
+    mbarrier_arrive(&s.tile_empty);
     if (tile.blocks < 0) break;
     const int row = tile.row_0 + wg * 64 + warp * 16 + g;
     T* out = a.out_head<T>(tile.b, tile.head) + int64_t(row) * a.out_strides.row + 8 * t;

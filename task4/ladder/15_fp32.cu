@@ -35,7 +35,7 @@ constexpr float P_FACTOR = 32768;
 
 struct alignas(128) Record {
   uint8_t tile[TILE_BYTES];
-  float factor[4];  // [0]: what its products are to be multiplied by. A bulk copy is of 16 bytes at least
+  float4 factor;  // .x: what its products are to be multiplied by. A bulk copy is of 16 bytes at least
   int taken;        // in the first record: how many tiles of rows were taken, besides the first one of each block
 };
 
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(SPLIT_THREADS) split_kernel(const Attention a,
     const int e = 4 * (n * SPLIT_THREADS + threadIdx.x), at = place(e / D, e % D, B_c);
     store_split(record.tile + at, record.tile + LO + at, x[n], factor);
   }
-  if (threadIdx.x == 0) record.factor[0] = 1 / factor / (is_v ? P_FACTOR : 1);
+  if (threadIdx.x == 0) record.factor = {1 / factor / (is_v ? P_FACTOR : 1), 0, 0, 0};
   if (threadIdx.x == 0) record.taken = 0;
 }
 
@@ -142,7 +142,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) mbarrier_init(&s.full[i], 1), mbarrier_init(&s.empty[i], 8);  // warps that read it
     for (int i = 0; i < 2; ++i) mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], 4);
-    mbarrier_init(&s.tile_full, 1), mbarrier_init(&s.tile_empty, 8);
+    mbarrier_init(&s.tile_full, 1), mbarrier_init(&s.tile_empty, 256);
     mbarrier_init_fence();
   }
   __syncthreads();  // the mbarriers are there
@@ -172,7 +172,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
         mbarrier_wait(&s.empty[kv.index], kv.parity ^ 1);
         mbarrier_arrive_expect(&s.full[kv.index], TILE_BYTES + 16);
         bulk_load(s.kv[kv.index], record->tile, TILE_BYTES, &s.full[kv.index]);
-        bulk_load(&s.factors[kv.index], record->factor, 16, &s.full[kv.index]);
+        bulk_load(&s.factors[kv.index], &record->factor, 16, &s.full[kv.index]);
         for (int w = 0; w < 2 && i == 0; ++w) {
           mbarrier_wait(&s.q_empty[w], q.parity ^ 1);
           mbarrier_arrive_expect(&s.q_full[w], sizeof(s.q[w]));
@@ -193,8 +193,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
   const auto take_tile = [&] {
     mbarrier_wait(&s.tile_full, tiles.parity);
     const Tile tile = s.tile;
-    __syncwarp();  // all lanes have read it
-    arrive_as_warp(&s.tile_empty);
+    mbarrier_arrive(&s.tile_empty);
     tiles.next();
     return tile;
   };
