@@ -431,7 +431,8 @@ def readable(said: str) -> str:
     return "\n".join(lines).strip("\n")
 
 
-_RESOURCES = re.compile(r"ptxas info|\s+\d+ bytes stack frame")
+# ptxas says "info" of a performance loss too, such as wgmma that it serialises; these have a number, (C7515).
+_RESOURCES = re.compile(r"ptxas info(?! *: \(C)|\s+\d+ bytes stack frame")
 _QUOTED = re.compile(r"\s*\d+ \| ")
 _MARKS = re.compile(r"\s+\| (?P<marks>[ ~^|\w:()<>*&]*)")
 

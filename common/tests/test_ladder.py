@@ -5,12 +5,14 @@ import json
 import pytest
 import torch
 
+from common.build import BuildError, builder
+from common.build.cli import resources
 from common.check import Timing
 from common.check.record import provenance
 from task4 import attention as task4
 from task4.ladder import __main__ as command
 from task4.ladder import counters, plot, speed, table
-from task4.ladder.rungs import by_number
+from task4.ladder.rungs import RUNGS, by_number
 from task4.ladder.speed import CUDNN, EFFICIENT, FA3, FLASH, KINDS, MATH, Cell, Measured
 from task4.ladder.test import suite
 
@@ -177,6 +179,25 @@ def test_who_gets_a_rung(monkeypatch):
     monkeypatch.setattr(task4.ladder, "fastest", lambda *of: by_number(14))
     assert task4._ladder_may_be_faster(q.as_subclass(fake))
     assert asked == [(torch.device("cuda", 0), torch.float32, 64)]
+
+
+def test_nothing_spills_and_no_wgmma_is_serialised():
+    """Rungs 9 and up as compiled for the first of the architectures that each is for."""
+    wanted = [rung.source for rung in RUNGS if rung.number >= 9]
+    try:
+        targets = [
+            builder.plan(s, "cuda", arch=(builder.architectures(s) or ("sm_90a",))[0])
+            for s in wanted
+        ]
+    except BuildError as error:  # no nvcc
+        pytest.skip(str(error).splitlines()[0])
+    if not torch.cuda.is_available() and not all(target.path.exists() for target in targets):
+        pytest.skip("not compiled here: python -m common.build --arch sm_90a")
+    for built in builder.make(targets):
+        name, kernels = built.target.source.name, resources(built.said)
+        assert kernels, f"{name}: ptxas told nothing"
+        assert all(line.endswith("no spills") for line in kernels), (name, kernels)
+        assert not builder.readable(built.said), name  # that wgmma is serialised would be told here
 
 
 NCU = """\

@@ -343,8 +343,8 @@ def _dispatch(kind: str, ladder: Sequence[Rung], records: table.Records) -> None
     cost = speed.host_cost(q, k, v)
     records.add_dispatch(kind, cost)
     console.print(
-        f"a call costs the host {cost.dispatch_us:.1f} us to dispatch (10 allowed), {cost.allocate_us:.1f} us to"
-        f" allocate, {cost.launch_us:.1f} us to launch"
+        f"a call costs the host {cost.dispatch_us:.1f} us to dispatch and {cost.allocate_us:.1f} us to allocate (10"
+        f" allowed), {cost.launch_us:.1f} us to launch"
     )
 
 

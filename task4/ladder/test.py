@@ -436,8 +436,7 @@ def test_nothing_to_compute(device, rung):
 def test_dispatch_costs_at_most_10_microseconds():
     q, k, v = _qkv("cpu", 2, 64, 4, 128)
     cost = speed.host_cost(q, k, v, rung=3)
-    assert cost.dispatch_us < 10
-    assert cost.allocate_us < 10
+    assert cost.dispatch_us + cost.allocate_us < 10
 
 
 SHARED = """
