@@ -6,8 +6,8 @@
 //   tile   B_r rows of one head, and of K and V what they see, in blocks of B_c keys, the last one first
 //   grid   (as many blocks as multiprocessors)  each takes tile after tile
 //   block  (128 (1 + CONSUMERS))                one to a multiprocessor: it has all the registers
-//     warp 0, one thread   the producer: asks TMA for Q_i, K_j and V_j as soon as a buffer is free
-//     warp 1, one thread   the scheduler: says which tile comes next
+//     warp 0, one thread   the producer: asks TMA for K_j and V_j as soon as a buffer is free
+//     warp 1, one thread   the scheduler: says which tile comes next, and asks TMA for its Q_i
 //     warps 2 and 3        leave at once; registers are handed over by whole warpgroups
 //     the other warps      consumers: warpgroup w has the rows 64 w ... 64 w + 63 of Q_i, and all columns
 //   head_dim 64, 128 or 256, scale above 0, pointers and strides multiples of 16 bytes: the caller has checked
@@ -21,14 +21,16 @@
 // Against rung 13: a block there computes nothing before its first Q_i and K_j arrive, nor while its last rows are written;
 // with B_r = 128, head_dim 128 and 2,048 keys a tile is 134 MFLOP, 26 us at 680 TFLOP/s, and at 512 keys 6.5: pauses of a
 // few microseconds are a good part of it. Here
-//   pipeline   the producer runs on into the next tile, and Q_i has two buffers. The last P V_j of a tile is issued behind
-//              the first S of the next one, and O_i is written when both are done: a tile's border costs what a step costs
+//   pipeline   Q_i has two buffers, and the next tile's is on its way while this one is computed; so are its first K_j and
+//              V_j. The last P V_j of a tile is issued behind the first S of the next one, and O_i is written beside the
+//              second: a tile's border costs little more than what a step costs
 //   order      causal: the longest row blocks first, of as many heads as L2 holds K and V of; whoever is done takes the
-//              next one from a counter. The counter has to be zeroed, by a launch of its own, so up to 512 rows the longest
-//              and the shortest row block, the second longest and the second shortest, ... are units of equal length
+//              next one from a counter, which has to be zeroed by a launch of its own
+//   diagonal   a warpgroup whose rows see none of the last 64 keys of their first block does not multiply them
 //   softmax    the tensor cores are done with P V_j when the softmax is somewhere in its exponentials. Waiting for them
 //              earlier is idle time, and later O_i and P are too late for the gaps that the exponentials leave. ptxas puts
 //              the wait first unless something holds it back: arrive_after() below
+//   maximum    of three numbers by one instruction: larger_of()
 //   tile sizes by head_dim and q_len: the table at the end of the file
 //
 // Shared memory, with 1,024-byte alignment for the swizzle: Q_i twice, K_j and V_j in rings of two:
@@ -51,19 +53,18 @@ template <int D>
 struct Order;
 template <>
 struct Order<64> {
-  static constexpr int BEFORE = 8;               // of a thread's B_c / 2 exponentials: those before the wait for P V_j
-  static constexpr bool L_FIRST = true;          // the sum begins with what l_i was, and does not end with it
-  static constexpr bool UNMASKED_FIRST = false;  // a softmax without mask for the first S too, where it needs none
+  static constexpr int BEFORE = 16;      // of a thread's B_c / 2 exponentials: those before the wait for P V_j
+  static constexpr bool L_FIRST = true;  // the sum begins with what l_i was, and does not end with it
 };
 template <>
 struct Order<128> {
   static constexpr int BEFORE = 48;
-  static constexpr bool L_FIRST = true, UNMASKED_FIRST = true;
+  static constexpr bool L_FIRST = true;
 };
 template <>
 struct Order<256> {
   static constexpr int BEFORE = 20;
-  static constexpr bool L_FIRST = false, UNMASKED_FIRST = false;
+  static constexpr bool L_FIRST = false;
 };
 
 // What the scheduler hands out. blocks: of K and V; -1: no more tiles
@@ -82,16 +83,11 @@ struct Shared {
   uint64_t tile_full, tile_empty;
 };
 
-// A group is some heads, its row blocks sorted by length: tile i of it is row block i / heads of a head. Units are what blocks
-// take: block b takes b, b + blocks, b + 2 blocks, ...
-enum class Turns {
-  IN_ORDER,  // unit i is tile i
-  PAIRED,    // unit i is tile i from the end, then tile i
-  COUNTED,   // unit i is tile i from the end; a block takes the next one that nobody has taken yet
-};
+// The order of the tiles. Heads come in groups; of a group, first one row block of each head, then the next of each. Block b
+// of the grid has tiles b, b + blocks, b + 2 blocks, ... Counted: longest first, and a block takes what nobody has taken.
 struct Plan {
-  int row_blocks, group, units_a_group, units;
-  Turns turns;
+  int row_blocks, group, tiles;
+  bool counted;
 };
 
 // Arrives, and so does whatever comes behind it, when `computed` is there. It never is this NaN: ptxas cannot know that.
@@ -99,19 +95,38 @@ DEVICE void arrive_after(uint64_t* barrier, float computed) {
   if (threadIdx.x % 32 == 0 && __float_as_uint(computed) != 0xfffffffe) mbarrier_arrive(barrier);
 }
 
+// The largest of a thread's part of row g (h = 0) or g + 8, in half the instructions of a float's maximum: Hopper compares
+// three integers at once. The bits of floats, taken as signed integers, have the floats' order as long as one of them is not
+// negative. If all are, this is some negative number: no harm where it is compared with one that is not.
+template <int B_c>
+DEVICE float larger_of(const float (&S)[B_c / 2], int h) {
+  int top[2] = {__float_as_int(S[2 * h]), __float_as_int(S[2 * h + 1])};
+#pragma unroll
+  for (int c = 1; c < B_c / 8; ++c)
+    top[c % 2] = __vimax3_s32(top[c % 2], __float_as_int(S[4 * c + 2 * h]), __float_as_int(S[4 * c + 2 * h + 1]));
+  return __int_as_float(max(top[0], top[1]));
+}
+
 // Line 9 in two parts. First the maxima: rescale is the factor that O_i is due, shift what an exponential subtracts.
-template <bool MASKED, int B_c>
-DEVICE void new_maxima(float (&S)[B_c / 2], float (&m_i)[2], float (&rescale)[2], float (&shift)[2], float scale,
-                       const int (&end)[2]) {
+template <int B_c>
+DEVICE void new_maxima(float (&S)[B_c / 2], float (&m_i)[2], float (&rescale)[2], float (&shift)[2], float scale) {
   keep_here(S);
+  float m_new[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if constexpr (MASKED) mask<B_c>(S, h, end[h]);
-    const float m_new = fmaxf(m_i[h], row_maximum<B_c>(S, h));
-    const bool none = MASKED && m_new == -INFINITY;  // no key so far: -inf - -inf would be NaN
-    shift[h] = none ? 0.0f : m_new * scale;
-    rescale[h] = none ? 1.0f : fast_exp2((m_i[h] - m_new) * scale);
-    m_i[h] = m_new;
+    float top = larger_of<B_c>(S, h);
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    m_new[h] = fmaxf(m_i[h], fmaxf(top, __shfl_xor_sync(~0u, top, 2)));
+  }
+  if (__any_sync(~0u, fminf(m_new[0], m_new[1]) < 0.0f)) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) m_new[h] = fmaxf(m_i[h], row_maximum<B_c>(S, h));
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    shift[h] = m_new[h] * scale;
+    rescale[h] = fast_exp2((m_i[h] - m_new[h]) * scale);
+    m_i[h] = m_new[h];
   }
 }
 
@@ -132,7 +147,7 @@ template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1)
 attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CUtensorMap q_map,
                  const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map, const Plan plan) {
-  constexpr int B_r = 64 * CONSUMERS;
+  constexpr int B_r = 64 * CONSUMERS, HALF = B_c == 128 ? 64 : B_c;
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& s = *reinterpret_cast<Shared<D, CONSUMERS, B_c, Q_STAGES>*>(raw);
 
@@ -159,36 +174,39 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
   if (warpgroup == 0) {
     registers_give<CONSUMERS == 2 ? 24 : 32>();
     if (threadIdx.x == 32) {  // the scheduler
+      Ring<Q_STAGES> q;
       const auto wait = [&] { mbarrier_wait(&s.tile_empty, tiles.parity ^ 1); };  // until the tile before is taken
       const auto hand_out = [&](Tile tile) {
         wait();
         s.tile = tile;
         mbarrier_arrive(&s.tile_full);
         tiles.next();
+        if (tile.blocks <= 0) return;
+        mbarrier_wait(&s.q_empty[q.index], q.parity ^ 1);
+        mbarrier_arrive_expect(&s.q_full[q.index], B_r * D * sizeof(T));
+        tma_load(s.Q[q.index], &q_map, &s.q_full[q.index], tile.row_0, tile.head, tile.b, EVICT_FIRST);
+        q.next();
       };
-      const auto tile_of = [&](int i, int first, int heads) {
-        const int row_0 = i / heads * B_r, of_all = first + i % heads, b = of_all / a.heads;
-        return Tile{row_0, of_all - b * a.heads, b, ceil_div(a.visible(min(row_0 + B_r, a.q_len) - 1), B_c)};
-      };
-      for (int unit = blockIdx.x; unit < plan.units;) {
-        const int group = unit / plan.units_a_group, first = group * plan.group;  // first: its first head
-        const int heads = min(plan.group, a.batch * a.heads - first);             // the last group may have fewer
-        const int i = unit - group * plan.units_a_group, last = heads * plan.row_blocks - 1;
-        if (plan.turns == Turns::COUNTED || (plan.turns == Turns::PAIRED && i != last - i)) hand_out(tile_of(last - i, first, heads));
-        if (plan.turns != Turns::COUNTED) hand_out(tile_of(i, first, heads));
+      const int all_heads = a.batch * a.heads;
+      for (int tile = blockIdx.x; tile < plan.tiles;) {
+        const int first = tile / (plan.group * plan.row_blocks) * plan.group;  // its group's first head
+        const int heads = min(plan.group, all_heads - first);                  // the last group may have fewer
+        const int i = tile - first * plan.row_blocks, block = i / heads, head = first + i % heads;
+        const int row_0 = (plan.counted ? plan.row_blocks - 1 - block : block) * B_r;
+        const int blocks = ceil_div(a.visible(min(row_0 + B_r, a.q_len) - 1), B_c), b = head / a.heads;
+        hand_out({row_0, head - b * a.heads, b, blocks});
         wait();  // counted: whoever is done first gets the next one, so no earlier than necessary
-        unit = gridDim.x + (plan.turns == Turns::COUNTED ? atomicAdd(static_cast<int*>(a.workspace), 1) : unit);
+        tile = gridDim.x + (plan.counted ? atomicAdd(static_cast<int*>(a.workspace), 1) : tile);
       }
       hand_out({0, 0, 0, -1});
     } else if (threadIdx.x == 0) {  // the producer
-      Ring<Q_STAGES> q;
       Ring<STAGES> k, v;
       while (true) {
         const Tile tile = take_tile();
         if (tile.blocks <= 0) mbarrier_arrive(&s.tile_empty);
         if (tile.blocks < 0) break;
         const int kv_head = tile.head / (a.heads / a.kv_heads);
-        for (int j = tile.blocks - 1; j >= -1 && tile.blocks; --j) {  // line 7, in the order of use: K Q, K V, K V, ..., V
+        for (int j = tile.blocks - 1; j >= -1 && tile.blocks; --j) {  // line 7, in the order of use: K, K V, K V, ..., V
           if (j == 0) mbarrier_arrive(&s.tile_empty);  // in time for the next tile's Q_i and K_j to come behind these
           if (j >= 0) {
             mbarrier_wait(&s.k_empty[k.index], k.parity ^ 1);
@@ -196,12 +214,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
             tma_load(s.K[k.index], &k_map, &s.k_full[k.index], j * B_c, kv_head, tile.b, EVICT_LAST);
             k.next();
           }
-          if (j == tile.blocks - 1) {
-            mbarrier_wait(&s.q_empty[q.index], q.parity ^ 1);
-            mbarrier_arrive_expect(&s.q_full[q.index], B_r * D * sizeof(T));
-            tma_load(s.Q[q.index], &q_map, &s.q_full[q.index], tile.row_0, tile.head, tile.b, EVICT_FIRST);
-            q.next();
-          } else {
+          if (j < tile.blocks - 1) {
             mbarrier_wait(&s.v_empty[v.index], v.parity ^ 1);
             mbarrier_arrive_expect(&s.v_full[v.index], B_c * D * sizeof(T));
             tma_load(s.V[v.index], &v_map, &s.v_full[v.index], (j + 1) * B_c, kv_head, tile.b, EVICT_LAST);
@@ -228,13 +241,21 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
 
   float S[B_c / 2], O_i[D / 2], m_i[2], l_i[2] = {0.0f, 0.0f}, rescale[2];  // row g: h = 0, row g + 8: h = 1
   uint32_t P[B_c / 4];
-  bool pending = false;  // the tile before still lacks its last P V_j, and is not written
-  T* pending_out = nullptr;
-  int pending_rows = 0;
   const auto make_P = [&] {
 #pragma unroll
     for (int i = 0; i < B_c / 4; ++i) P[i] = pack<T>(S[2 * i], S[2 * i + 1]);
   };
+  const auto end_PV = [&] {
+    finish_PV(O_i, P);
+    arrive_as_warp(&s.v_empty[v.index]);  // V_j has been read
+    v.next();
+  };
+
+  // The tile that still lacks its last P V_j, and is not written.
+  bool pending = false;
+  T* pending_out = nullptr;
+  int pending_rows = 0;
+  int add = 0;  // 0: the next P V_j is a tile's first, and O_i what came before
 
   while (true) {
     const Tile tile = take_tile();
@@ -250,23 +271,33 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       }
       continue;
     }
+    const int row_w = tile.row_0 + wg * 64, first_sees = a.visible(row_w), last_sees = a.visible(row_w + 63);
     const int seen[2] = {a.visible(row) - 2 * t, a.visible(row + 8) - 2 * t};  // counted from this thread's first column
-    const int whole = a.visible(tile.row_0 + wg * 64) / B_c;                   // all rows see all of the blocks before
+    const int whole = first_sees / B_c;                                        // all rows see all of the blocks before
 
-    // The first S of this tile, beside the last P V_j of the one before
+    // The first S of this tile, beside the last P V_j of the one before. keys: how many of the block have to be looked at
     int j = tile.blocks - 1;
+    const bool half = HALF < B_c && last_sees <= j * B_c + HALF;
     mbarrier_wait(&s.q_full[q.index], q.parity);
     mbarrier_wait(&s.k_full[k.index], k.parity);
     wait_for_turn();
-    begin_S<T, D, B_r, B_c>(S, s.Q[q.index] + wg * 64 * 64, s.K[k.index]);  // line 8
-    if (pending) {
-      mbarrier_wait(&s.v_full[v.index], v.parity);
-      begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);  // line 10
-      pass_turn();
-      wgmma_wait<1>();
+    const auto first_step = [&](auto keys) {
+      begin_S<T, D, B_r, B_c, keys.value>(S, s.Q[q.index] + wg * 64 * 64, s.K[k.index]);  // line 8
+      if (pending) {
+        mbarrier_wait(&s.v_full[v.index], v.parity);
+        begin_PV<T, D, B_c>(O_i, P, s.V[v.index], add);  // line 10
+        pass_turn();
+        wgmma_wait<1>();
+      } else {
+        pass_turn();
+        wgmma_wait<0>();
+      }
+      keep_here(S);
+    };
+    if (half) {
+      first_step(std::integral_constant<int, HALF>{});
     } else {
-      pass_turn();
-      wgmma_wait<0>();
+      first_step(std::integral_constant<int, B_c>{});
     }
     arrive_as_warp(&s.k_empty[k.index]);  // S is complete: K_j has been read
     k.next();
@@ -274,62 +305,81 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     const float inverse[2] = {l_i[0], l_i[1]};
     m_i[0] = m_i[1] = -INFINITY;
     l_i[0] = l_i[1] = 0.0f;
-    if (Order<D>::UNMASKED_FIRST && j < whole) {
-      softmax<false, B_c>(S, m_i, l_i, rescale, scale, {});
-    } else {
-      softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});
+    if (first_sees < (j + 1) * B_c) {
+      mask<B_c>(S, 0, seen[0] - j * B_c);
+      mask<B_c>(S, 1, seen[1] - j * B_c);
     }
+    softmax<true, B_c>(S, m_i, l_i, rescale, scale, {B_c, B_c});  // line 9; masked already
     finish_PV(O_i, P);
     if (pending) {
-      arrive_as_warp(&s.v_empty[v.index]);  // O_i is complete: V_j has been read
+      arrive_as_warp(&s.v_empty[v.index]);
       v.next();
-      write_rows<D>(pending_out, a.out_strides.row, pending_rows, O_i, inverse);  // line 12
     }
-#pragma unroll
-    for (int i = 0; i < D / 2; ++i) O_i[i] = 0.0f;
     make_P();
-    pending = true;
-    pending_out = out;
-    pending_rows = a.q_len - row;
+    add = 0;
+
+    const auto write = [&] {  // the tile before, and this one becomes the next to be written
+      if (pending) write_rows<D>(pending_out, a.out_strides.row, pending_rows, O_i, inverse);  // line 12
+      pending = true;
+      pending_out = out;
+      pending_rows = a.q_len - row;
+    };
+    if (tile.blocks == 1) write();
 
     // Each further S, beside the P V_j of the block before: S is complete first, and softmax runs while P V_j still does
-    const auto step = [&](auto masked) {
+    const auto begin_step = [&] {
       mbarrier_wait(&s.k_full[k.index], k.parity);
       wait_for_turn();
       begin_S<T, D, B_r, B_c>(S, s.Q[q.index] + wg * 64 * 64, s.K[k.index]);  // line 8
+      if (!add) write();
       mbarrier_wait(&s.v_full[v.index], v.parity);
-      begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);  // line 10
+      if (!add && half) {
+        begin_PV<T, D, B_c, HALF>(O_i, P, s.V[v.index], add);  // line 10
+      } else {
+        begin_PV<T, D, B_c>(O_i, P, s.V[v.index], add);
+      }
       pass_turn();
+      add = 1;
       wgmma_wait<1>();
+    };
+#pragma unroll 1
+    for (--j; j >= whole; --j) {
+      begin_step();
+      arrive_as_warp(&s.k_empty[k.index]);
+      k.next();
+      softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});  // line 9
+      end_PV();
+#pragma unroll
+      for (int i = 0; i < D / 2; ++i) O_i[i] *= rescale[i / 2 % 2];  // line 10
+      make_P();
+    }
+#pragma unroll 1
+    for (; j >= 0; --j) {
+      begin_step();
       constexpr int BEFORE = Order<D>::BEFORE;
       float shift[2], sum[2][2] = {};
-      new_maxima<masked.value, B_c>(S, m_i, rescale, shift, scale, {seen[0] - j * B_c, seen[1] - j * B_c});  // line 9
+      new_maxima<B_c>(S, m_i, rescale, shift, scale);  // line 9
       if (Order<D>::L_FIRST) sum[0][0] = l_i[0] * rescale[0], sum[1][0] = l_i[1] * rescale[1];
       exponentials<0, BEFORE, B_c>(S, sum, shift, scale);
       arrive_after(&s.k_empty[k.index], sum[BEFORE > B_c / 4][1]);
       k.next();
-      finish_PV(O_i, P);
-      arrive_as_warp(&s.v_empty[v.index]);
-      v.next();
+      end_PV();
       exponentials<BEFORE, B_c / 2, B_c>(S, sum, shift, scale);
       for (int h = 0; h < 2; ++h)
         l_i[h] = Order<D>::L_FIRST ? sum[h][0] + sum[h][1] : l_i[h] * rescale[h] + sum[h][0] + sum[h][1];
 #pragma unroll
       for (int i = 0; i < D / 2; ++i) O_i[i] *= rescale[i / 2 % 2];  // line 10
       make_P();
-    };
-    for (--j; j >= whole; --j) step(std::true_type{});
-#pragma unroll 1
-    for (; j >= 0; --j) step(std::false_type{});
+    }
     arrive_as_warp(&s.q_empty[q.index]);
     q.next();
   }
   if (wg == 0) wait_for_turn();  // the last consumer's last pass_turn(): no barrier is left half full
   if (pending) {
     mbarrier_wait(&s.v_full[v.index], v.parity);
-    begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);
+    begin_PV<T, D, B_c>(O_i, P, s.V[v.index], add);
     invert(l_i);
-    finish_PV(O_i, P);
+    end_PV();
     write_rows<D>(pending_out, a.out_strides.row, pending_rows, O_i, l_i);
   }
 }
@@ -349,25 +399,14 @@ static cudaError_t launch_tiles(const Attention& a, cudaStream_t stream) {
   if ((error = cudaGetDevice(&device))) return error;
   if ((error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device))) return error;
 
-  const int heads = a.batch * a.heads;
-  Plan plan;
-  plan.row_blocks = ceil_div(a.q_len, B_r);
-  plan.turns = Turns::IN_ORDER;
-  if (a.causal && heads * plan.row_blocks > multiprocessors)  // else each block has one tile at most
-    plan.turns = a.workspace ? Turns::COUNTED : Turns::PAIRED;
-  if (plan.turns == Turns::COUNTED) {
+  const int heads = a.batch * a.heads, row_blocks = ceil_div(a.q_len, B_r);
+  Plan plan = {row_blocks, 1, heads * row_blocks, a.workspace && heads * row_blocks > multiprocessors};
+  if (plan.counted) {
     const int64_t in_l2 = (32 << 20) / (int64_t(a.kv_len) * D * 4) * (a.heads / a.kv_heads);
     plan.group = std::clamp<int64_t>(in_l2, 1, heads);
-    plan.units_a_group = plan.group * plan.row_blocks;
-    plan.units = heads * plan.row_blocks;
     if ((error = cudaMemsetAsync(a.workspace, 0, sizeof(int), stream))) return error;
-  } else {
-    const bool paired = plan.turns == Turns::PAIRED;
-    plan.group = paired ? 1 + plan.row_blocks % 2 : 1;  // odd: the block in the middle is paired with another head's
-    plan.units_a_group = paired ? plan.group * plan.row_blocks / 2 : plan.row_blocks;
-    plan.units = heads / plan.group * plan.units_a_group + heads % plan.group * ceil_div(plan.row_blocks, 2);
   }
-  const int grid = std::min(multiprocessors, plan.units);
+  const int grid = std::min(multiprocessors, plan.tiles);
   kernel<<<grid, (1 + CONSUMERS) * WARPGROUP, bytes, stream>>>(a, q_map, k_map, v_map, plan);
   return cudaGetLastError();
 }

@@ -100,16 +100,7 @@ DEVICE void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, int ro
       : "memory");
 }
 
-// The way back. Written values become visible to TMA by fence_async_proxy() and a barrier before it.
-DEVICE void tma_store(const CUtensorMap* map, const void* from, int row, int head, int b) {
-  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %2, %4, %5}], [%1];" ::"l"(map),
-               "r"(shared_address(from)), "r"(0), "r"(row), "r"(head), "r"(b) : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-// Until the stores of this thread have read shared memory, which may then be written again.
-DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
+// What threads have written becomes visible to TMA by this and a barrier.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- Warpgroups
@@ -122,14 +113,6 @@ DEVICE void registers_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;
 // Barrier 0 is __syncthreads().
 DEVICE void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-
-// Whether any of the 128 threads of a warpgroup says so. The id is the barrier's, of this warpgroup alone.
-DEVICE bool any_in_warpgroup(bool here, int id) {
-  int any;
-  asm volatile("{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbarrier.cta.red.or.pred q, %2, 128, p;\nselp.b32 %0, 1, 0, q;\n}"
-               : "=r"(any) : "r"(int(here)), "r"(id) : "memory");
-  return any;
-}
 
 // ---- wgmma: d (64 x N, float) += a (64 x 16) b (16 x N)
 //

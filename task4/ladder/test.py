@@ -43,6 +43,9 @@ SHAPES = [
     Case("heads first", why="(batch, heads, seq, head_dim) in memory", dtypes=(FP32, FP16), batch=1, heads=3, kv_heads=1, q_len=140, layout="heads first"),
     Case("large scores", why="scores in the hundreds", head_dims=(64,), dtypes=(FP32, FP16), batch=1, heads=1, q_len=40, kv_len=150, scale=10.0),
     Case("one huge key", why="the maximum jumps from tile to tile", head_dims=(64,), dtypes=(FP32, BF16), batch=1, heads=1, q_len=40, kv_len=200, huge_key=170),
+    Case("growing scores", why="the first maximum is far below the row's", devices=CUDA, dtypes=(FP16, BF16), batch=2, heads=4, kv_heads=2, q_len=1100, drift=(60.0, 0.0)),
+    Case("growing negative scores", why="no score of a row is above 0, and its maximum grows from tile to tile", devices=CUDA, dtypes=(FP16, BF16), batch=2, heads=4, q_len=1100, drift=(-20.0, -60.0)),
+    Case("growing negative scores, causal", why="rows with one key, and others with many", devices=CUDA, dtypes=(FP16, BF16), batch=2, heads=8, q_len=1100, drift=(-20.0, -60.0), causal=True),
     Case("long, causal", why="tiles above the diagonal are skipped", batch=1, heads=2, q_len=515, causal=True),
     Case("some lengths", why="other edges of tiles in each run", head_dims=(64,), dtypes=(FP16,), devices=("cpu",), batch=1, heads=1, lengths=6, causal=True),
     Case("own scale", why="the factor of the scores is an argument", head_dims=(64,), dtypes=(FP32, FP16), devices=CUDA, batch=1, heads=1, q_len=40, kv_len=150, factor=0.03),
@@ -224,7 +227,17 @@ def _random_qkv(case, rng, q_len, kv_len):
         k, value = (_begin_of_longer(t) for t in (k, value))
     if huge := v.get("huge_key"):
         k[:, huge] *= 100
+    if drift := v.get("drift"):
+        _let_drift(q, k, *drift)
     return q, k, value
+
+
+def _let_drift(q, k, first, last):
+    """Add ``first`` to the scores of the first key, ``last`` to those of the last, in between in proportion."""
+    unit = k.shape[3] ** 0.5 / 8
+    q[..., 0] = 8.0
+    drift = torch.linspace(first * unit, last * unit, k.shape[1], device=k.device)
+    k[..., 0] = drift[:, None].to(k.dtype)
 
 
 def _begin_of_longer(t):

@@ -1,4 +1,4 @@
-// What rungs 11 to 14 do alike around their products: the small change of a wgmma kernel.
+// What rungs 11 to 15 do alike around their products: the small change of a wgmma kernel.
 #pragma once
 #include "hopper.cuh"
 
@@ -37,27 +37,31 @@ DEVICE uint32_t pack(float low, float high) {
   return bits;
 }
 
-// S = Q_i K_j^T, begun: it runs while the warpgroup goes on, until a wgmma_wait().
-template <typename T, int D, int B_r, int B_c>
+// S = Q_i K_j^T, begun: it runs while the warpgroup goes on, until a wgmma_wait(). Of the block's B_c keys only the first KEYS
+// are looked at; S is minus infinity for the others.
+template <typename T, int D, int B_r, int B_c, int KEYS = B_c>
 DEVICE void begin_S(float (&S)[B_c / 2], const uint16_t* Q_i, const uint16_t* K_j) {
+#pragma unroll
+  for (int i = KEYS / 2; i < B_c / 2; ++i) S[i] = -INFINITY;
   keep_here(S);
   wgmma_fence();
+  auto& of_keys = reinterpret_cast<float (&)[KEYS / 2]>(S);
   const uint32_t q = wgmma_descriptor(Q_i), k = wgmma_descriptor(K_j);
 #pragma unroll
   for (int e = 0; e < D / 16; ++e)  // 64 columns a swizzled block, 16 an instruction
-    Wgmma<T, B_c, 0>::run(S, q + e / 4 * (B_r * 128 / 16) + e % 4 * 2, k + e / 4 * (B_c * 128 / 16) + e % 4 * 2, e > 0);
+    Wgmma<T, KEYS, 0>::run(of_keys, q + e / 4 * (B_r * 128 / 16) + e % 4 * 2, k + e / 4 * (B_c * 128 / 16) + e % 4 * 2, e > 0);
   wgmma_commit();
 }
 
-// O_i += P V_j, begun.
-template <typename T, int D, int B_c>
-DEVICE void begin_PV(float (&O_i)[D / 2], uint32_t (&P)[B_c / 4], const uint16_t* V_j) {
+// O_i += P V_j, begun; O_i = P V_j if add is 0. P is 0 for the keys from KEYS on, and they are not looked at.
+template <typename T, int D, int B_c, int KEYS = B_c>
+DEVICE void begin_PV(float (&O_i)[D / 2], uint32_t (&P)[B_c / 4], const uint16_t* V_j, int add = 1) {
   keep_here(O_i);
   keep_here(P);
   wgmma_fence();
   const uint32_t v = wgmma_descriptor(V_j, B_c * 128);
 #pragma unroll
-  for (int c = 0; c < B_c / 16; ++c) Wgmma<T, D, 1>::run(O_i, P + 4 * c, v + c * (16 * 128 / 16));
+  for (int c = 0; c < KEYS / 16; ++c) Wgmma<T, D, 1>::run(O_i, P + 4 * c, v + c * (16 * 128 / 16), c > 0 ? 1 : add);
   wgmma_commit();
 }
 
