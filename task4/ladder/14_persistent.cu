@@ -30,7 +30,7 @@
 //   softmax    the tensor cores are done with P V_j when the softmax is somewhere in its exponentials. Waiting for them
 //              earlier is idle time, and later O_i and P are too late for the gaps that the exponentials leave. ptxas puts
 //              the wait first unless something holds it back: arrive_after() below
-//   maximum    of three numbers by one instruction: larger_of()
+//   maximum    of three numbers by one instruction: row_maximum_of_three()
 //   tile sizes by head_dim and q_len: the table at the end of the file
 //
 // Shared memory, with 1,024-byte alignment for the swizzle: Q_i twice, K_j and V_j in rings of two:
@@ -49,22 +49,31 @@ constexpr int STAGES = 2;  // of the rings of K and V
 
 // ptxas orders these 400 instructions as it likes, and how well they fill each other's gaps is up to 5 % of the speed. What
 // can be said is said here: the best of those tried with nvcc 13.0 on an H200, for each head_dim (NOTES.md).
+// Maxima: of two floats or of three integers at a time, see new_maxima().
+enum class Maxima { FLOATS,
+                    INTEGERS,
+                    INTEGERS_ASK_FIRST };
+
 template <int D>
 struct Order;
 template <>
 struct Order<64> {
-  static constexpr int BEFORE = 16;      // of a thread's B_c / 2 exponentials: those before the wait for P V_j
+  static constexpr int BEFORE = 8;       // of a thread's B_c / 2 exponentials: those before the wait for P V_j
   static constexpr bool L_FIRST = true;  // the sum begins with what l_i was, and does not end with it
+  static constexpr bool MEET = false;    // a warp's threads meet when they have taken a tile
+  static constexpr Maxima MAXIMA = Maxima::INTEGERS_ASK_FIRST;
 };
 template <>
 struct Order<128> {
-  static constexpr int BEFORE = 48;
-  static constexpr bool L_FIRST = true;
+  static constexpr int BEFORE = 52;
+  static constexpr bool L_FIRST = true, MEET = true;
+  static constexpr Maxima MAXIMA = Maxima::INTEGERS;
 };
 template <>
 struct Order<256> {
   static constexpr int BEFORE = 20;
-  static constexpr bool L_FIRST = false;
+  static constexpr bool L_FIRST = false, MEET = true;
+  static constexpr Maxima MAXIMA = Maxima::FLOATS;
 };
 
 // What the scheduler hands out. blocks: of K and V; -1: no more tiles
@@ -95,32 +104,45 @@ DEVICE void arrive_after(uint64_t* barrier, float computed) {
   if (threadIdx.x % 32 == 0 && __float_as_uint(computed) != 0xfffffffe) mbarrier_arrive(barrier);
 }
 
-// The largest of a thread's part of row g (h = 0) or g + 8, in half the instructions of a float's maximum: Hopper compares
-// three integers at once. The bits of floats, taken as signed integers, have the floats' order as long as one of them is not
-// negative. If all are, this is some negative number: no harm where it is compared with one that is not.
+// The maximum of row g (h = 0) or g + 8 like row_maximum(), in half the instructions: Hopper compares three integers at once.
+// The bits of floats, taken as signed integers, have the floats' order unless both are negative: of a row without any score
+// of 0 or above the result is some score, and not the largest.
 template <int B_c>
-DEVICE float larger_of(const float (&S)[B_c / 2], int h) {
+DEVICE float row_maximum_of_three(const float (&S)[B_c / 2], int h) {
   int top[2] = {__float_as_int(S[2 * h]), __float_as_int(S[2 * h + 1])};
 #pragma unroll
   for (int c = 1; c < B_c / 8; ++c)
     top[c % 2] = __vimax3_s32(top[c % 2], __float_as_int(S[4 * c + 2 * h]), __float_as_int(S[4 * c + 2 * h + 1]));
-  return __int_as_float(max(top[0], top[1]));
+  const float of_thread = __int_as_float(max(top[0], top[1]));
+  const float of_two = fmaxf(of_thread, __shfl_xor_sync(~0u, of_thread, 1));
+  return fmaxf(of_two, __shfl_xor_sync(~0u, of_two, 2));
 }
 
-// Line 9 in two parts. First the maxima: rescale is the factor that O_i is due, shift what an exponential subtracts.
-template <int B_c>
-DEVICE void new_maxima(float (&S)[B_c / 2], float (&m_i)[2], float (&rescale)[2], float (&shift)[2], float scale) {
+// Whether one of the warp's rows has no maximum of 0 or above: then integers will not do.
+DEVICE bool some_negative(const float (&m)[2]) { return __any_sync(~0u, fminf(m[0], m[1]) < 0.0f); }
+
+// Line 9 in two parts. First the maxima: rescale is the factor that O_i is due, shift what an exponential subtracts. negative:
+// some_negative(m_i), if it has been asked.
+template <Maxima MAXIMA, int B_c>
+DEVICE void new_maxima(float (&S)[B_c / 2], float (&m_i)[2], float (&rescale)[2], float (&shift)[2], float scale,
+                       bool negative) {
   keep_here(S);
   float m_new[2];
+  const auto find = [&](auto maximum) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float top = larger_of<B_c>(S, h);
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    m_new[h] = fmaxf(m_i[h], fmaxf(top, __shfl_xor_sync(~0u, top, 2)));
-  }
-  if (__any_sync(~0u, fminf(m_new[0], m_new[1]) < 0.0f)) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) m_new[h] = fmaxf(m_i[h], row_maximum<B_c>(S, h));
+    for (int h = 0; h < 2; ++h) m_new[h] = fmaxf(m_i[h], maximum(h));
+  };
+  const auto in_floats = [&](int h) { return row_maximum<B_c>(S, h); };
+  const auto in_integers = [&](int h) { return row_maximum_of_three<B_c>(S, h); };
+  if (MAXIMA == Maxima::FLOATS) {
+    find(in_floats);
+  } else if (MAXIMA == Maxima::INTEGERS) {
+    find(in_integers);
+    if (some_negative(m_new)) find(in_floats);
+  } else if (negative) {
+    find(in_floats);
+  } else {
+    find(in_integers);
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -255,11 +277,11 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
   bool pending = false;
   T* pending_out = nullptr;
   int pending_rows = 0;
-  int add = 0;  // 0: the next P V_j is a tile's first, and O_i what came before
+  int add = 0;  // 0: P V_j is its tile's first, and O_i still holds the tile before
 
   while (true) {
     const Tile tile = take_tile();
-    __syncwarp();  // ptxas orders what follows better with it
+    if (Order<D>::MEET) __syncwarp();
     mbarrier_arrive(&s.tile_empty);
     if (tile.blocks < 0) break;
     const int row = tile.row_0 + wg * 64 + warp * 16 + g;
@@ -275,7 +297,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     const int seen[2] = {a.visible(row) - 2 * t, a.visible(row + 8) - 2 * t};  // counted from this thread's first column
     const int whole = first_sees / B_c;                                        // all rows see all of the blocks before
 
-    // The first S of this tile, beside the last P V_j of the one before. keys: how many of the block have to be looked at
+    // The first S of this tile, beside the last P V_j of the one before. keys: how many of the block some row sees
     int j = tile.blocks - 1;
     const bool half = HALF < B_c && last_sees <= j * B_c + HALF;
     mbarrier_wait(&s.q_full[q.index], q.parity);
@@ -355,10 +377,11 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     }
 #pragma unroll 1
     for (; j >= 0; --j) {
+      const bool negative = Order<D>::MAXIMA == Maxima::INTEGERS_ASK_FIRST && some_negative(m_i);
       begin_step();
       constexpr int BEFORE = Order<D>::BEFORE;
       float shift[2], sum[2][2] = {};
-      new_maxima<B_c>(S, m_i, rescale, shift, scale);  // line 9
+      new_maxima<Order<D>::MAXIMA, B_c>(S, m_i, rescale, shift, scale, negative);  // line 9
       if (Order<D>::L_FIRST) sum[0][0] = l_i[0] * rescale[0], sum[1][0] = l_i[1] * rescale[1];
       exponentials<0, BEFORE, B_c>(S, sum, shift, scale);
       arrive_after(&s.k_empty[k.index], sum[BEFORE > B_c / 4][1]);
@@ -416,7 +439,7 @@ template <typename T>
 static cudaError_t launch(const Attention& a, int head_dim, cudaStream_t stream) {
   switch (head_dim) {
     case 64:  // 192 rows: for each K and V fetched, half as much again is computed. But 512 rows are 2.67 of them, and a
-              // causal diagonal wastes more: at 512 rows 255 TFLOP/s with 128, 236 with 192; at 1,024 328 and 307.
+              // causal diagonal wastes more: at 512 rows 267 TFLOP/s with 128, 237 with 192; at 1,024 355 and 313.
               // Not causal, 192 wins: 393 against 368 at 512, 521 against 442 at 2,048
       if (a.q_len <= (a.causal ? 1024 : 128)) return launch_tiles<T, 64, 2, 128, 2>(a, stream);
       return launch_tiles<T, 64, 3, 128, 2>(a, stream);

@@ -36,7 +36,7 @@ constexpr float P_FACTOR = 32768;
 struct alignas(128) Record {
   uint8_t tile[TILE_BYTES];
   float4 factor;  // .x: what its products are to be multiplied by. A bulk copy is of 16 bytes at least
-  int taken;        // in the first record: how many tiles of rows were taken, besides the first one of each block
+  int taken;      // in the first record: how many tiles of rows were taken, besides the first one of each block
 };
 
 // B_r rows of one head; row_0 = -1: no more.
