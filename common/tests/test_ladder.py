@@ -112,6 +112,7 @@ def test_the_bars():
     )  # FA3 by its ratio to cuDNN: 680 / 589
     assert (round(ratio, 3), rival) == (0.971, f"{FA3}*")
     assert standing("float16", Cell(64, 512, True), rung_14=250, cudnn=259)[1:] == (CUDNN, 1.0)
+    assert standing("float16", Cell(256, 4096, True), rung_14=700, cudnn=600)[2] is None
     ratio, rival, bar = standing("float32", SHORT, rung_15=120, efficient=45, math=60)
     assert (round(ratio, 2), rival, bar) == (2.67, EFFICIENT, 2.5)
     assert standing("float32", Cell(64, 512, False), rung_15=120, efficient=45)[2] is None

@@ -279,6 +279,8 @@ def bar(kind: str, cell: Cell) -> float | None:
     """How many times faster than its rival the best rung has to be; None where nothing is asked."""
     if kind == "float32":
         return 2.5 if cell.seq >= 2048 else None
+    if cell.head_dim not in (64, 128):
+        return None
     return 1.05 if cell.seq >= 2048 else 1.0
 
 
@@ -326,7 +328,8 @@ def _all_bars(kinds: Record) -> list[str]:
 
 
 def _bars(kind: str, record: Record) -> list[str]:
-    rival, asked = "the better of cuDNN and FlashAttention-3", "1.05 from S 2,048 on, 1.00 before"
+    rival = "the better of cuDNN and FlashAttention-3"
+    asked = "1.05 from S 2,048 on, 1.00 before, at head_dim 64 and 128"
     if kind == "float32":
         rival, asked = EFFICIENT, "2.5 from S 2,048 on"
     lines = [
