@@ -20,7 +20,7 @@ LEFT_OUT = (
     "common/tests/",
     "common/records/",
     ".ci/",
-    "task4/ladder/",  # ten answers to task 4, and more; without it custom_flash_attention runs the student's kernel
+    "task4/ladder/",  # answers to task 4, and more; without it custom_flash_attention runs the student's kernel
 )
 BEGIN, END = "BEGIN SOLUTION", "END SOLUTION"
 _MARK = re.compile(

@@ -5,21 +5,15 @@ python -m task4.ladder.test [--attention | --accuracy | --repeat] [--check]
 
 import contextlib
 import functools
-import logging
-import os
-import subprocess
-import sys
 
-import pytest
 import torch
 
 from common.build import BuildError, builder, library
 from common.check import Case, CheckFailed, Suite, assert_close
 from common.check.attention import attention_float64, attention_pytorch
-from common.check.suite import ROOT
-from task4.ladder import rungs, speed
+from task4.ladder import rungs
 from task4.ladder.accuracy import ALLOWED, INPUTS, by_fused_float32, compare, yardstick
-from task4.ladder.rungs import RUNGS, by_number, fastest, ladder_attention
+from task4.ladder.rungs import BF16, FP16, FP32, RUNGS, by_number, ladder_attention
 
 suite = Suite(
     "task4.ladder",
@@ -28,7 +22,6 @@ suite = Suite(
     sources=("task4/ladder/*.cu", "task4/ladder/*.cuh", "task4/ladder/rungs.py"),
 )
 
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SHORT = {FP32: "fp32", FP16: "fp16", BF16: "bf16"}
 CUDA = ("cuda",)
 
@@ -44,8 +37,8 @@ SHAPES = [
     Case("large scores", why="scores in the hundreds", head_dims=(64,), dtypes=(FP32, FP16), batch=1, heads=1, q_len=40, kv_len=150, scale=10.0),
     Case("one huge key", why="the maximum jumps from tile to tile", head_dims=(64,), dtypes=(FP32, BF16), batch=1, heads=1, q_len=40, kv_len=200, huge_key=170),
     Case("growing scores", why="the first maximum is far below the row's", devices=CUDA, dtypes=(FP16, BF16), batch=2, heads=4, kv_heads=2, q_len=1100, drift=(60.0, 0.0)),
-    Case("growing negative scores", why="no score of a row is above 0, and its maximum grows from tile to tile", devices=CUDA, dtypes=(FP16, BF16), batch=2, heads=4, q_len=1100, drift=(-20.0, -60.0)),
-    Case("growing negative scores, causal", why="rows with one key, and others with many", devices=CUDA, dtypes=(FP16, BF16), batch=2, heads=8, q_len=1100, drift=(-20.0, -60.0), causal=True),
+    Case("growing negative scores", why="no score is above 0: compared as integers, the smallest would be the largest, and P too large for fp16", devices=CUDA, dtypes=(FP16, BF16), batch=2, heads=4, q_len=1100, drift=(-20.0, -240.0)),
+    Case("growing negative scores, causal", why="rows with one key, and others with many", devices=CUDA, dtypes=(FP16, BF16), batch=2, heads=8, q_len=1100, drift=(-20.0, -240.0), causal=True),
     Case("long, causal", why="tiles above the diagonal are skipped", batch=1, heads=2, q_len=515, causal=True),
     Case("some lengths", why="other edges of tiles in each run", head_dims=(64,), dtypes=(FP16,), devices=("cpu",), batch=1, heads=1, lengths=6, causal=True),
     Case("own scale", why="the factor of the scores is an argument", head_dims=(64,), dtypes=(FP32, FP16), devices=CUDA, batch=1, heads=1, q_len=40, kv_len=150, factor=0.03),
@@ -371,135 +364,6 @@ def _bits(t):
 
 
 test_ladder = suite.pytest()
-
-
-# Calling -------------------------------------------------------------------------------------------------
-
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-
-
-def _qkv(device, *shape, dtype=FP16):
-    return [torch.randn(shape, device=device).to(dtype) for _ in range(3)]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_default_is_a_rung_that_is_as_precise_as_its_tensors(device):
-    device = torch.empty(0, device=device).device
-    for dtype in (FP32, FP16, BF16):
-        for head_dim in (64, 128):
-            assert fastest(device, dtype, head_dim).exact_in(dtype)
-            assert fastest(device, dtype, head_dim, alignment=2 if dtype != FP32 else 4).vector == 1
-        assert fastest(device, dtype, 80) is None
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("which", [0, 1, 2])
-@pytest.mark.parametrize("how", ["pointer", "row stride"])
-def test_what_a_vector_load_cannot_take_goes_to_a_rung_that_can(device, which, how, caplog):
-    q, k, v = inputs = _qkv(device, 1, 40, 2, 64)
-    if how == "pointer":
-        odd = torch.empty(inputs[which].numel() + 1, dtype=FP16, device=device)[1:].view(
-            1, 40, 2, 64
-        )
-    else:
-        odd = torch.empty(1, 40, 2 * 64 + 3, dtype=FP16, device=device)[..., :128].unflatten(
-            -1, (2, 64)
-        )
-    inputs[which] = odd.copy_(inputs[which])
-    rungs._calls.clear()  # it is told once for each kind of call
-    with caplog.at_level(logging.INFO, logger="task4.ladder"):
-        got = ladder_attention(*inputs, causal=True)
-    name = "qkv"[which]
-    assert (
-        f"instead of {fastest(q.device, FP16, 64)}" in caplog.text
-        and f"which {name} does not" in caplog.text
-    )
-    args = dict(axes=("batch", "row", "head", "column"))
-    assert_close(
-        got,
-        attention_float64(*inputs, causal=True),
-        attention_pytorch(*inputs, causal=True),
-        **args,
-    )
-    with pytest.raises(
-        ValueError, match=r"rung 9 .*loads 16 bytes at once, which " + name + r" .* [Rr]ungs 1 to 6"
-    ):
-        ladder_attention(*inputs, rung=9)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_strides_that_are_never_used_are_not_looked_at(device):
-    q, k, v = _qkv(device, 1, 1, 1, 64)
-    q = q.as_strided(q.shape, (3, 5, 7, 1))
-    assert rungs.aligned_to(q) == 16
-    assert torch.equal(ladder_attention(q, k, v, rung=10 if device == "cpu" else None), v)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rung", [None, 3])
-def test_nothing_to_compute(device, rung):
-    for batch, q_len, kv_len in ((0, 4, 4), (2, 0, 4), (2, 4, 0)):
-        q = torch.randn(batch, q_len, 3, 64, device=device)
-        k = torch.randn(batch, kv_len, 3, 64, device=device)
-        out = ladder_attention(q, k, k, causal=True, rung=rung)
-        assert out.shape == q.shape and out.dtype == q.dtype and out.device == q.device
-        assert not out.any()
-
-
-def test_dispatch_costs_at_most_10_microseconds():
-    q, k, v = _qkv("cpu", 2, 64, 4, 128)
-    cost = speed.host_cost(q, k, v, rung=3)
-    assert cost.dispatch_us + cost.allocate_us < 10
-
-
-SHARED = """
-import re, sys, torch
-from common.build import KernelError
-from task4.ladder import RUNGS, ladder_attention
-for rung in RUNGS:
-    if rung.runs_on_cpu and rung.capability == tuple(map(int, sys.argv[1].split("."))):
-        for d in rung.head_dims:
-            for dtype in rung.dtypes:
-                q = torch.zeros(1, 130, 1, d, dtype=dtype)
-                try:
-                    ladder_attention(q, q, q, rung=rung.number)
-                except KernelError as error:
-                    print(rung.number, d, *re.findall(r"asks for (\\d+) bytes", str(error)))
-"""
-
-
-@pytest.mark.parametrize("capability, smallest", [("7.5", "sm_75"), ("8.0", "sm_86")])
-def test_shared_memory_that_not_every_gpu_has_is_known(capability, smallest):
-    """Of the GPUs that a rung is for, the smallest: what it asks for and does not get, its registry entry says."""
-    run = [sys.executable, "-c", SHARED, capability]
-    done = subprocess.run(
-        run,
-        cwd=ROOT,
-        env=os.environ | {"CUDA_ON_CPU_ARCH": smallest},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    asked = {}
-    for line in done.stdout.splitlines():
-        number, head_dim, size = map(int, line.split())
-        asked[number, head_dim] = max(size, asked.get((number, head_dim), 0))
-    wanted = tuple(map(int, capability.split(".")))
-    known = {
-        (r.number, d): n
-        for r in RUNGS
-        if r.capability == wanted
-        for d, n in r.shared_memory.items()
-    }
-    assert asked == known
-
-
-def test_the_rungs_and_their_files_agree():
-    for rung in RUNGS:
-        if rung.source.exists():
-            assert builder.architectures(rung.source) == (("sm_90a",) if rung.hopper else ()), rung
-    assert [r.number for r in RUNGS] == list(range(1, len(RUNGS) + 1))
-    assert set(rungs.FASTEST_FIRST) <= {r.number for r in RUNGS}
 
 
 if __name__ == "__main__":

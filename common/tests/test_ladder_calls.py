@@ -1,0 +1,142 @@
+"""Calling a rung of the ladder: which one runs, what it says of what it cannot take, and what a call costs."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from common.build import builder
+from common.check import assert_close
+from common.check.attention import attention_float64, attention_pytorch
+from common.check.suite import ROOT
+from task4.ladder import rungs, speed
+from task4.ladder.rungs import BF16, FP16, FP32, RUNGS, fastest, ladder_attention
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+def _qkv(device, *shape, dtype=FP16):
+    return [torch.randn(shape, device=device).to(dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_default_is_a_rung_that_is_as_precise_as_its_tensors(device):
+    device = torch.empty(0, device=device).device
+    for dtype in (FP32, FP16, BF16):
+        for head_dim in (64, 128):
+            assert fastest(device, dtype, head_dim).exact_in(dtype)
+            assert fastest(device, dtype, head_dim, alignment=2 if dtype != FP32 else 4).vector == 1
+        assert fastest(device, dtype, 80) is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("how", ["pointer", "row stride"])
+def test_what_a_vector_load_cannot_take_goes_to_a_rung_that_can(device, which, how, caplog):
+    q, k, v = inputs = _qkv(device, 1, 40, 2, 64)
+    if how == "pointer":
+        odd = torch.empty(inputs[which].numel() + 1, dtype=FP16, device=device)[1:].view(
+            1, 40, 2, 64
+        )
+    else:
+        odd = torch.empty(1, 40, 2 * 64 + 3, dtype=FP16, device=device)[..., :128].unflatten(
+            -1, (2, 64)
+        )
+    inputs[which] = odd.copy_(inputs[which])
+    rungs._calls.clear()  # it is told once for each kind of call
+    with caplog.at_level(logging.INFO, logger="task4.ladder"):
+        got = ladder_attention(*inputs, causal=True)
+    name = "qkv"[which]
+    assert (
+        f"instead of {fastest(q.device, FP16, 64)}" in caplog.text
+        and f"which {name} does not" in caplog.text
+    )
+    args = dict(axes=("batch", "row", "head", "column"))
+    assert_close(
+        got,
+        attention_float64(*inputs, causal=True),
+        attention_pytorch(*inputs, causal=True),
+        **args,
+    )
+    with pytest.raises(
+        ValueError, match=r"rung 9 .*loads 16 bytes at once, which " + name + r" .* [Rr]ungs 1 to 6"
+    ):
+        ladder_attention(*inputs, rung=9)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strides_that_are_never_used_are_not_looked_at(device):
+    q, k, v = _qkv(device, 1, 1, 1, 64)
+    q = q.as_strided(q.shape, (3, 5, 7, 1))
+    assert rungs.aligned_to(q) == 16
+    assert torch.equal(ladder_attention(q, k, v, rung=10 if device == "cpu" else None), v)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rung", [None, 3])
+def test_nothing_to_compute(device, rung):
+    for batch, q_len, kv_len in ((0, 4, 4), (2, 0, 4), (2, 4, 0)):
+        q = torch.randn(batch, q_len, 3, 64, device=device)
+        k = torch.randn(batch, kv_len, 3, 64, device=device)
+        out = ladder_attention(q, k, k, causal=True, rung=rung)
+        assert out.shape == q.shape and out.dtype == q.dtype and out.device == q.device
+        assert not out.any()
+
+
+def test_dispatch_costs_at_most_10_microseconds():
+    q, k, v = _qkv("cpu", 2, 64, 4, 128)
+    cost = speed.host_cost(q, k, v, rung=3)
+    assert cost.dispatch_us + cost.allocate_us < 10
+
+
+SHARED = """
+import re, sys, torch
+from common.build import KernelError
+from task4.ladder import RUNGS, ladder_attention
+for rung in RUNGS:
+    if rung.runs_on_cpu and rung.capability == tuple(map(int, sys.argv[1].split("."))):
+        for d in rung.head_dims:
+            for dtype in rung.dtypes:
+                q = torch.zeros(1, 130, 1, d, dtype=dtype)
+                try:
+                    ladder_attention(q, q, q, rung=rung.number)
+                except KernelError as error:
+                    print(rung.number, d, *re.findall(r"asks for (\\d+) bytes", str(error)))
+"""
+
+
+@pytest.mark.parametrize("capability, smallest", [("7.5", "sm_75"), ("8.0", "sm_86")])
+def test_shared_memory_that_not_every_gpu_has_is_known(capability, smallest):
+    """Of the GPUs that a rung is for, the smallest: what it asks for and does not get, its registry entry says."""
+    run = [sys.executable, "-c", SHARED, capability]
+    done = subprocess.run(
+        run,
+        cwd=ROOT,
+        env=os.environ | {"CUDA_ON_CPU_ARCH": smallest},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    asked = {}
+    for line in done.stdout.splitlines():
+        number, head_dim, size = map(int, line.split())
+        asked[number, head_dim] = max(size, asked.get((number, head_dim), 0))
+    wanted = tuple(map(int, capability.split(".")))
+    known = {
+        (r.number, d): n
+        for r in RUNGS
+        if r.capability == wanted
+        for d, n in r.shared_memory.items()
+    }
+    assert asked == known
+
+
+def test_the_rungs_and_their_files_agree():
+    for rung in RUNGS:
+        if rung.source.exists():
+            assert builder.architectures(rung.source) == (("sm_90a",) if rung.hopper else ()), rung
+    assert [r.number for r in RUNGS] == list(range(1, len(RUNGS) + 1))
+    assert set(rungs.FASTEST_FIRST) <= {r.number for r in RUNGS}
