@@ -1,6 +1,7 @@
 """The ladder's command: what it measured is kept, told and drawn right; and what ncu and ptxas say is read right."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -27,7 +28,11 @@ def ladder(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "TABLE", tmp_path / "table.json")
     monkeypatch.setattr(table, "README", tmp_path / "README.md")
     (tmp_path / "README.md").write_text(
-        "mine\n<!-- ladder: table -->\n<!-- end: table -->\n<!-- ladder: bars -->\n<!-- end: bars -->\nmine\n"
+        "mine\n"
+        + "".join(
+            f"<!-- ladder: {s} -->\n<!-- end: {s} -->\n" for s in ("table", "bars", "profile")
+        )
+        + "mine\n"
     )
     return tmp_path
 
@@ -219,6 +224,28 @@ def test_what_ncu_counts():
         "k", 168, 200_000, 384, 132, units=units | {"tensor": 80.0}, stalls=stalls
     )
     assert kernel.limiter() == "tensor 80 %, waits: wait"
+
+
+def test_what_bounds_them_is_kept_and_written(ladder):
+    def kernel(tensor: float) -> list[dict]:
+        found = counters.Kernel(
+            "k", 168, 2048, 384, 132, 0, {"tensor": tensor}, {"wait": 2, "math": 1}
+        )
+        return [asdict(found) | {"resident": 1, "occupancy": 0.1875}]
+
+    records = begin()
+    records.add("bfloat16", SHORT, at(SHORT, rung_14=600, cudnn=500))
+    peer = [{**kernel(70)[0], "spilled": None, "units": {}, "stalls": {}}]
+    records.add_profile("bfloat16", run("2026-02-02"), SHORT, {"rung 14": kernel(80), CUDNN: peer})
+    table.Records().add_profile("bfloat16", run("2026-03-03"), SHORT, {"rung 14": kernel(85)})
+    begin("2026-04-04").add("bfloat16", SHORT, at(SHORT, rung_14=600, cudnn=500))
+    table.write_readme(table.Records().kinds)
+    above, below = (ladder / "README.md").read_text().split("<!-- ladder: profile -->")
+    dashes = " | ".join("-" * (len(counters.UNITS) - 1))
+    assert f"| 168 | 0 | 2 | 1 | 19% | 85 | {dashes} | wait |" in below
+    assert f"| *{CUDNN}* | 168 | - | 2 | 1 | 19% | - | {dashes} | - |" in below
+    assert "2026-02-02" in below and "2026-03-03" in below and "2026-04-04" not in below
+    assert "2026-04-04" in above and "2026-03-03" not in above
 
 
 def test_occupancy_and_spills():

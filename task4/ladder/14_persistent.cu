@@ -23,7 +23,8 @@
 // few microseconds are a good part of it. Here
 //   pipeline   Q_i has two buffers, and the next tile's is on its way while this one is computed; so are its first K_j and
 //              V_j. The last P V_j of a tile is issued behind the first S of the next one, and O_i is written beside the
-//              second: a tile's border costs little more than what a step costs
+//              second. What is left of a tile's border costs about a step more: at 512 keys, four steps a tile, it runs at
+//              three quarters of its speed at 16,384
 //   order      causal: the longest row blocks first, of as many heads as L2 holds K and V of; whoever is done takes the
 //              next one from a counter, which has to be zeroed by a launch of its own
 //   diagonal   a warpgroup whose rows see none of the last 64 keys of their first block does not multiply them
@@ -31,6 +32,8 @@
 //              earlier is idle time, and later O_i and P are too late for the gaps that the exponentials leave. ptxas puts
 //              the wait first unless something holds it back: arrive_after() below
 //   maximum    of three numbers by one instruction: row_maximum_of_three()
+//   What holds it now: beside wgmma the other instructions are slower, and a scheduler's two softmaxes need nearly all of
+//   the time that their products do (NOTES.md)
 //   tile sizes by head_dim and q_len: the table at the end of the file
 //
 // Shared memory, with 1,024-byte alignment for the swizzle: Q_i twice, K_j and V_j in rings of two:
@@ -439,8 +442,7 @@ template <typename T>
 static cudaError_t launch(const Attention& a, int head_dim, cudaStream_t stream) {
   switch (head_dim) {
     case 64:  // 192 rows: for each K and V fetched, half as much again is computed. But 512 rows are 2.67 of them, and a
-              // causal diagonal wastes more: at 512 rows 267 TFLOP/s with 128, 237 with 192; at 1,024 355 and 313.
-              // Not causal, 192 wins: 393 against 368 at 512, 521 against 442 at 2,048
+              // causal diagonal wastes more: up to 1,024 rows 128 were faster there. Not causal, 192 always were (NOTES.md)
       if (a.q_len <= (a.causal ? 1024 : 128)) return launch_tiles<T, 64, 2, 128, 2>(a, stream);
       return launch_tiles<T, 64, 3, 128, 2>(a, stream);
     case 128:  // O_i 64, S 64 and P 32 of 240 registers; all of 192 KiB

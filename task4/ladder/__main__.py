@@ -119,16 +119,22 @@ def _run(options: argparse.Namespace) -> int:
     if not options.check_only:
         _time(right, options)
     if options.profile:
-        from task4.ladder import counters
-
-        counters.show(
-            console, right, options.kinds[0], _one(options.head_dim, 128), bool(options.causal)
-        )
+        _profile(right, options)
     return 0 if ok else 1
 
 
-def _one(asked: Sequence[int] | None, default: int) -> int:
-    return asked[0] if asked else default
+def _profile(ladder: Sequence[Rung], options: argparse.Namespace) -> None:
+    """What bounds each rung, in one cell."""
+    from task4.ladder import counters
+    from task4.ladder.test import suite
+
+    kind, head_dim = options.kinds[0], (options.head_dim or [128])[0]
+    cell = Cell(head_dim, (options.seq or [counters.SEQ])[0], bool(options.causal))
+    run = {**provenance(suite, device="cuda", seed=options.seed), "fa3": speed.fa3_version()}
+    kernels = counters.show(console, ladder, kind, cell)
+    if not options.no_check:
+        table.Records().add_profile(kind, run, cell, kernels)
+        _write(options, kinds=[kind])
 
 
 def _here(options: argparse.Namespace) -> list[Rung]:

@@ -1,4 +1,4 @@
-"""What bounds a rung: registers, spills and occupancy, and what the hardware's counters say.
+"""What bounds a rung, and the kernels of others beside it: registers, spills, occupancy, and the hardware's counters.
 
 The first come from the compiler's log and from PyTorch's profiler, which sees every launch. The counters are read by
 ncu (Nsight Compute), which comes with the CUDA toolkit and needs permission; without it that part is left out.
@@ -11,8 +11,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from common.build.cli import resources
 from common.check.suite import ROOT
 from task4.ladder import rungs
 from task4.ladder.rungs import Rung, ladder_attention
-from task4.ladder.speed import HIDDEN, KINDS, takes
+from task4.ladder.speed import KINDS, MATH, Cell, peers, rung_name, takes
 
 SEQ = 2048
 SECONDS = 300  # for ncu in all; it runs each kernel a few dozen times
@@ -53,7 +53,7 @@ _STALL = (
 
 @dataclass
 class Kernel:
-    """One kernel that a rung launches."""
+    """One kernel of those that a call launches."""
 
     name: str
     registers: int
@@ -77,6 +77,11 @@ class Kernel:
         )
         return min(limits)
 
+    def occupancy(self, device: Any) -> float:
+        """The share of the warps that a multiprocessor could hold which it holds."""
+        warps = self.resident(device) * -(-self.threads // 32)
+        return warps / (device.max_threads_per_multi_processor // 32)
+
     def limiter(self) -> str:
         """The busiest unit, and what a warp mostly waits for."""
         if not self.units:
@@ -86,37 +91,68 @@ class Kernel:
         return f"{unit} {self.units[unit]:.0f} %{wait}"
 
 
-def show(console: Console, ladder: Sequence[Rung], kind: str, head_dim: int, causal: bool) -> None:
-    """Print what bounds each rung."""
-    mine = [r for r in ladder if takes(r, kind) and head_dim in r.head_dims]
+def show(console: Console, ladder: Sequence[Rung], kind: str, cell: Cell) -> dict[str, list[dict]]:
+    """Print what bounds each rung, and each kernel of others.
+
+    Returns:
+        The same by name, for the record: for each kernel the fields of ``Kernel``, ``resident`` and ``occupancy``.
+    """
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     with console.status("profiling"):
-        kernels = {rung: _launched(rung, kind, head_dim, causal) for rung in mine}
-    console.print(f"\n{kind}, head_dim {head_dim}, S {SEQ}{', causal' if causal else ''}")
+        kernels = {}
+        for name in _names(ladder, kind, cell.head_dim):
+            try:
+                kernels[name] = _launched(name, kind, cell)
+            except RuntimeError as error:  # a peer that does not take these
+                console.print(f"{name}: {str(error).splitlines()[0]}")
+    console.print(f"\n{kind}, {cell.name}")
     console.print(_resource_table(kernels, device))
-    if trouble := _count(console, kernels, kind, head_dim, causal):
+    if trouble := _count(console, kernels, kind, cell):
         console.print(trouble)
-        return
-    console.print("\nncu, in per cent of what each unit could do")
-    console.print(_counter_table(kernels))
+    else:
+        console.print("\nncu, in per cent of what each unit could do")
+        console.print(_counter_table(kernels))
+    return {
+        name: [
+            {
+                **asdict(kernel),
+                "name": _short(kernel.name),
+                "resident": kernel.resident(device),
+                "occupancy": kernel.occupancy(device),
+            }
+            for kernel in launched
+        ]
+        for name, launched in kernels.items()
+    }
 
 
-def _inputs(rung: Rung, kind: str, head_dim: int) -> list[torch.Tensor]:
-    """Fewer for the slow rungs, because ncu runs each kernel many times."""
-    batch = 8 if rung.number >= 7 else 1
-    shape = (batch, SEQ, HIDDEN // head_dim, head_dim)
-    return [torch.randn(shape, device="cuda").to(KINDS[kind]) for _ in range(3)]
+def _names(ladder: Sequence[Rung], kind: str, head_dim: int) -> list[str]:
+    """Rungs, then peers; PyTorch's math backend launches dozens of kernels and says nothing."""
+    mine = [rung_name(r) for r in ladder if takes(r, kind) and head_dim in r.head_dims]
+    return mine + [name for name in peers()[0] if name != MATH]
 
 
-def _launched(rung: Rung, kind: str, head_dim: int, causal: bool) -> list[Kernel]:
-    """The kernels of one call, as PyTorch's profiler sees them, with what the compiler said about them."""
+def _call(name: str, kind: str, cell: Cell) -> tuple[Callable[[], Any], Rung | None]:
+    """A call of a rung or a peer, and the rung. Slow rungs get less to do, because ncu runs each kernel many times."""
+    rung = rungs.by_number(int(name.split()[1])) if name.startswith("rung ") else None
+    batch, *shape = cell.shape
+    batch = batch if rung is None or rung.number >= 7 else 1
+    q, k, v = (torch.randn(batch, *shape, device="cuda").to(KINDS[kind]) for _ in range(3))
+    if rung is None:
+        peer = peers()[0][name]
+        return lambda: peer(q, k, v, cell.causal), None
+    return lambda: ladder_attention(q, k, v, causal=cell.causal, rung=rung.number), rung
+
+
+def _launched(name: str, kind: str, cell: Cell) -> list[Kernel]:
+    """The kernels of one call, as PyTorch's profiler sees them, with what the compiler said about a rung's."""
     from torch.profiler import ProfilerActivity, profile
 
-    q, k, v = _inputs(rung, kind, head_dim)
-    ladder_attention(q, k, v, causal=causal, rung=rung.number)
+    call, rung = _call(name, kind, cell)
+    call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        ladder_attention(q, k, v, causal=causal, rung=rung.number)
+        call()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
@@ -127,8 +163,8 @@ def _launched(rung: Rung, kind: str, head_dim: int, causal: bool) -> list[Kernel
         for e in sorted(events, key=lambda e: e.get("ts", 0))
         if e.get("cat") == "kernel"
     ]
-    log = library.target_for(rung.source, q.device).log
-    spills = _spills(log.read_text()) if log.exists() else {}
+    log = library.target_for(rung.source, torch.device("cuda", 0)).log if rung else None
+    spills = _spills(log.read_text()) if log and log.exists() else {}
     for kernel in found:
         kernel.spilled = spills.get(_plain(kernel.name))
     return found
@@ -160,8 +196,8 @@ def _plain(name: str) -> str:
     return re.sub(r"\([^()]*\)$", "", name)
 
 
-def _resource_table(kernels: dict[Rung, list[Kernel]], device: Any) -> Table:
-    shown = Table("rung", "kernel", box=None, pad_edge=False)
+def _resource_table(kernels: Mapping[str, list[Kernel]], device: Any) -> Table:
+    shown = Table("", "kernel", box=None, pad_edge=False)
     for heading in (
         "registers",
         "spilled B",
@@ -172,32 +208,30 @@ def _resource_table(kernels: dict[Rung, list[Kernel]], device: Any) -> Table:
         "occupancy",
     ):
         shown.add_column(heading, justify="right")
-    warps = device.max_threads_per_multi_processor // 32
-    for rung, launched in kernels.items():
+    for name, launched in kernels.items():
         for kernel in launched:
-            resident = kernel.resident(device)
             shown.add_row(
-                f"{rung.number}", _short(kernel.name), f"{kernel.registers}",
+                name, _short(kernel.name), f"{kernel.registers}",
                 "?" if kernel.spilled is None else f"{kernel.spilled}", f"{kernel.shared / 1024:.1f}",
-                f"{kernel.threads}", f"{kernel.blocks:,}", f"{resident}",
-                f"{resident * -(-kernel.threads // 32) / warps:.0%}",
+                f"{kernel.threads}", f"{kernel.blocks:,}", f"{kernel.resident(device)}",
+                f"{kernel.occupancy(device):.0%}",
             )  # fmt: skip
     return shown
 
 
 def _short(name: str) -> str:
-    return re.sub(r"^void |\(.*$|<.*$", "", name)
+    return re.sub(r"^void |\(.*$|<.*$", "", name)[:40]
 
 
-def _counter_table(kernels: dict[Rung, list[Kernel]]) -> Table:
-    shown = Table("rung", "kernel", box=None, pad_edge=False)
+def _counter_table(kernels: Mapping[str, list[Kernel]]) -> Table:
+    shown = Table("", "kernel", box=None, pad_edge=False)
     for heading in UNITS:
         shown.add_column(heading, justify="right")
     shown.add_column("limiter")
-    for rung, launched in kernels.items():
+    for name, launched in kernels.items():
         for kernel in launched:
             values = (f"{kernel.units[u]:.0f}" if u in kernel.units else "-" for u in UNITS)
-            shown.add_row(f"{rung.number}", _short(kernel.name), *values, kernel.limiter())
+            shown.add_row(name, _short(kernel.name), *values, kernel.limiter())
     return shown
 
 
@@ -205,19 +239,18 @@ def _counter_table(kernels: dict[Rung, list[Kernel]]) -> Table:
 
 
 def _count(
-    console: Console, kernels: dict[Rung, list[Kernel]], kind: str, head_dim: int, causal: bool
+    console: Console, kernels: Mapping[str, list[Kernel]], kind: str, cell: Cell
 ) -> str | None:
     """Fill in what ncu counts; a sentence if it cannot."""
     ncu = shutil.which("ncu")
     if ncu is None:
         return "no counters: there is no ncu (Nsight Compute, part of the CUDA toolkit) on PATH"
-    numbers = [str(rung.number) for rung in kernels]
     sections = [word for name in SECTIONS for word in ("--section", name)]
     command = [
         ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw", *sections,
-        sys.executable, "-m", "task4.ladder.counters", kind, str(head_dim), str(int(causal)), *numbers,
+        sys.executable, "-m", "task4.ladder.counters", kind, json.dumps(asdict(cell)), *kernels,
     ]  # fmt: skip
-    with console.status(f"ncu: {len(numbers)} rungs"):
+    with console.status(f"ncu: {len(kernels)} calls"):
         try:
             done = subprocess.run(
                 command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False
@@ -281,17 +314,17 @@ def _value(text: str | None) -> float | None:
         return None
 
 
-def _launch(kind: str, head_dim: int, causal: bool, numbers: Sequence[int]) -> None:
-    """What runs under ncu: one call of each rung is looked at."""
-    for number in numbers:
-        q, k, v = _inputs(rungs.by_number(number), kind, head_dim)
-        ladder_attention(q, k, v, causal=causal, rung=number)
+def _launch(kind: str, cell: Cell, names: Sequence[str]) -> None:
+    """What runs under ncu: one call of each is looked at."""
+    for name in names:
+        call, _ = _call(name, kind, cell)
+        call()
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStart()
-        ladder_attention(q, k, v, causal=causal, rung=number)
+        call()
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStop()
 
 
 if __name__ == "__main__":
-    _launch(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1", [int(n) for n in sys.argv[4:]])
+    _launch(sys.argv[1], Cell(**json.loads(sys.argv[2])), sys.argv[3:])

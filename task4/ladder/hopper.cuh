@@ -20,11 +20,11 @@
 
 #include "tensor.cuh"
 
-// ---- Tensor maps (host): what a TMA load or store needs to know of a tensor. Passed by value as __grid_constant__.
+// ---- Tensor maps (host): what a TMA load needs to know of a tensor. Passed by value as __grid_constant__.
 
 // A (batch, rows, heads, head_dim) tensor in boxes of box_rows rows of one head, as five dimensions: (the 64 values, or 32
 // floats, that are 128 bytes; row; 128 bytes of a row; head; batch), so that one load brings a tile in the layout above. Rows
-// past the end are zeros when read, and not written. Pointer and strides have to be multiples of 16 bytes.
+// past the end are zeros. Pointer and strides have to be multiples of 16 bytes.
 template <typename T>
 inline cudaError_t make_tensor_map(CUtensorMap* map, const void* data, Strides strides, int batch, int rows, int heads,
                                    int head_dim, int box_rows) {

@@ -3,7 +3,8 @@
 table.json    by kind (bfloat16, float16, float32, tf32): the ceiling, and by cell the time of every rung and peer. A
               run replaces what it measured itself. Each figure names the run that it comes from, and a rung's carries
               the peers' of the same run, because ratios between two runs mean little.
-README.md     <!-- ladder: table --> ... <!-- end: table -->, and the same for bars; the rest is as it was written.
+README.md     <!-- ladder: table --> ... <!-- end: table -->, and the same for bars and profile; the rest is as it was
+              written.
 """
 
 import json
@@ -32,7 +33,6 @@ from task4.ladder.speed import (
 )
 
 TABLE, README, ANCHORS = FOLDER / "table.json", FOLDER / "README.md", FOLDER / "fa3.json"
-SECTIONS = ("table", "bars")
 # The columns of the short table: d 64 and 128, a length that the slowest rungs still reach, and the longest.
 SHORT = [
     Cell(d, s, causal)
@@ -82,19 +82,35 @@ class Records:
         self.kinds[kind]["dispatch"] = {**asdict(cost), "run": self.run}
         self._write(kind)
 
+    def add_profile(
+        self, kind: str, run: Mapping[str, Any], cell: Cell, kernels: Mapping[str, list[Record]]
+    ) -> None:
+        """What ``counters.show`` found in this run."""
+        record = self.kinds.setdefault(kind, {"runs": {}, "cells": {}, "accuracy": {}})
+        record["runs"][run["date"]] = dict(run)
+        entries = record.setdefault("profile", {}).setdefault(cell.name, {})
+        entries.update({n: {"kernels": found, "run": run["date"]} for n, found in kernels.items()})
+        self._write(kind)
+
     def _write(self, kind: str) -> None:
         record = self.kinds[kind]
-        used = {entry["run"] for entry in _entries(record)}
+        used = {entry["run"] for entry in [*_entries(record), *_profiled(record)]}
         record["runs"] = {date: run for date, run in record["runs"].items() if date in used}
         write_json(TABLE, self.kinds)
 
 
 def _entries(record: Record) -> Iterator[Record]:
-    """Everything that names a run."""
+    """Everything of the tables and the bars that names a run."""
     for group in (record["cells"], record["accuracy"]):
         for entries in group.values():
             yield from entries.values()
     yield from (record[key] for key in ("ceiling", "dispatch") if key in record)
+
+
+def _profiled(record: Record) -> Iterator[Record]:
+    """What bounds the rungs, which names its runs as well."""
+    for entries in record.get("profile", {}).values():
+        yield from entries.values()
 
 
 # ---- README.md
@@ -107,7 +123,11 @@ def write_readme(kinds: Record) -> None:
         ValueError: a marker is missing.
     """
     text = README.read_text(encoding="utf-8")
-    for name, lines in (("table", _tables(kinds)), ("bars", _all_bars(kinds))):
+    for name, lines in (
+        ("table", _tables(kinds)),
+        ("bars", _all_bars(kinds)),
+        ("profile", _profiles(kinds)),
+    ):
         begin, end = f"<!-- ladder: {name} -->", f"<!-- end: {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         if not pattern.search(text):
@@ -248,9 +268,13 @@ def _notes(record: Record) -> list[str]:
             " ctypes."
         )
         lines.append("")
-    dates = {entry["run"] for entry in _entries(record)}
-    runs = [record["runs"][date] for date in sorted(dates)]
-    lines += [f"Run of {describe_run(run)}" + ("  " if run is not runs[-1] else "") for run in runs]
+    return lines + _runs(record, _entries(record))
+
+
+def _runs(record: Record, entries: Iterator[Record]) -> list[str]:
+    """Which runs these figures are from."""
+    runs = [record["runs"][date] for date in sorted({entry["run"] for entry in entries})]
+    lines = [f"Run of {describe_run(run)}" + ("  " if run is not runs[-1] else "") for run in runs]
     if versions := sorted({run["fa3"] for run in runs if run.get("fa3")}):
         lines += ["", f"FlashAttention-3: {', '.join(versions)}"]
     if any(stale(run) for run in runs):
@@ -388,6 +412,41 @@ def _accuracy_lines(kind: str, record: Record) -> list[str]:
         "",
         f"Loss against float64, as a multiple of {against}'s (allowed: {allowed:g}): {'; '.join(lines)}.",
     ]
+
+
+# ---- what bounds them
+
+
+def _profiles(kinds: Record) -> list[str]:
+    lines: list[str] = []
+    for kind, record in kinds.items():
+        for cell, entries in record.get("profile", {}).items():
+            lines += ["", f"**{kind}, {cell}**", "", *_profile(kind, entries)]
+        lines += ["", *_runs(record, _profiled(record))] if record.get("profile") else []
+    return (
+        [*lines, ""]
+        if lines
+        else ["", "Not looked at yet: `python -m task4.ladder --profile` on a GPU.", ""]
+    )
+
+
+def _profile(kind: str, entries: Record) -> list[str]:
+    from task4.ladder.counters import UNITS
+
+    lines = [
+        f"| | registers | spilled bytes | shared KiB | blocks an SM | warps | {' | '.join(UNITS)} | waits mostly for |",
+        "|---|---|---|---|---|---|" + "---|" * len(UNITS) + "---|",
+    ]
+    for name in names(kind):
+        for kernel in entries.get(name, {}).get("kernels", []):
+            spilled = "-" if kernel["spilled"] is None else kernel["spilled"]
+            units = (f"{kernel['units'][u]:.0f}" if u in kernel["units"] else "-" for u in UNITS)
+            wait = max(kernel["stalls"], key=kernel["stalls"].__getitem__, default="-")
+            lines.append(
+                f"| {_label(name)} | {kernel['registers']} | {spilled} | {kernel['shared'] / 1024:.0f}"
+                f" | {kernel['resident']} | {kernel['occupancy']:.0%} | {' | '.join(units)} | {wait} |"
+            )
+    return lines
 
 
 def printed(kind: str, record: Record, cells: Sequence[str], run: str) -> Iterator[list[str]]:
