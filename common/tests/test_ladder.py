@@ -248,10 +248,28 @@ def test_what_bounds_them_is_kept_and_written(ladder):
     assert "2026-04-04" in above and "2026-03-03" not in above
 
 
+HOPPER = type("H200", (), dict(max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, shared_memory_per_multiprocessor=233472))  # fmt: skip
+
+
+def test_without_counters_there_is_nothing_to_keep(monkeypatch):
+    found = [counters.Kernel("void k<8>(int)", 168, 214_016, 384, 132)]
+    monkeypatch.setattr(counters, "_names", lambda *_: ["rung 14"])
+    monkeypatch.setattr(counters, "_launched", lambda *_: found)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: HOPPER)
+    monkeypatch.setattr(counters.shutil, "which", lambda _: None)
+    with command.console.capture() as said:
+        assert counters.show(command.console, [], "bfloat16", SHORT) == {}
+    assert "there is no ncu" in said.get()
+    monkeypatch.setattr(counters, "_count", lambda *_: None)
+    with command.console.capture():
+        (kernel,) = counters.show(command.console, [], "bfloat16", SHORT)["rung 14"]
+    assert (kernel["name"], kernel["resident"], kernel["occupancy"]) == ("k", 1, 12 / 64)
+
+
 def test_occupancy_and_spills():
-    hopper = type("H200", (), dict(max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, shared_memory_per_multiprocessor=233472))  # fmt: skip
     blocks = [
-        counters.Kernel("k", registers, shared, threads, 1).resident(hopper)
+        counters.Kernel("k", registers, shared, threads, 1).resident(HOPPER)
         for registers, shared, threads in (
             (168, 214_016, 384),
             (128, 0, 256),

@@ -69,7 +69,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="what bounds each rung: registers, occupancy, counters of ncu",
+        help="also what bounds each rung and peer, in the first of --dtype, --head-dim (128) and --seq (2048):"
+        " registers, occupancy, counters of ncu",
     )
     parser.add_argument(
         "--render",
@@ -124,7 +125,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _profile(ladder: Sequence[Rung], options: argparse.Namespace) -> None:
-    """What bounds each rung, in one cell."""
+    """What bounds each rung and peer, in one cell."""
     from task4.ladder import counters
     from task4.ladder.test import suite
 
@@ -132,9 +133,11 @@ def _profile(ladder: Sequence[Rung], options: argparse.Namespace) -> None:
     cell = Cell(head_dim, (options.seq or [counters.SEQ])[0], bool(options.causal))
     run = {**provenance(suite, device="cuda", seed=options.seed), "fa3": speed.fa3_version()}
     kernels = counters.show(console, ladder, kind, cell)
-    if not options.no_check:
-        table.Records().add_profile(kind, run, cell, kernels)
-        _write(options, kinds=[kind])
+    if kernels and not options.no_check:
+        records = table.Records()
+        records.add_profile(kind, run, cell, kernels)
+        table.write_readme(records.kinds)
+        console.print(f"written: {builder.display(table.README)}")
 
 
 def _here(options: argparse.Namespace) -> list[Rung]:

@@ -96,6 +96,7 @@ def show(console: Console, ladder: Sequence[Rung], kind: str, cell: Cell) -> dic
 
     Returns:
         The same by name, for the record: for each kernel the fields of ``Kernel``, ``resident`` and ``occupancy``.
+        Nothing if the counters could not be read, so that those of an earlier run are kept.
     """
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     with console.status("profiling"):
@@ -109,9 +110,9 @@ def show(console: Console, ladder: Sequence[Rung], kind: str, cell: Cell) -> dic
     console.print(_resource_table(kernels, device))
     if trouble := _count(console, kernels, kind, cell):
         console.print(trouble)
-    else:
-        console.print("\nncu, in per cent of what each unit could do")
-        console.print(_counter_table(kernels))
+        return {}
+    console.print("\nncu, in per cent of what each unit could do")
+    console.print(_counter_table(kernels))
     return {
         name: [
             {
@@ -163,7 +164,11 @@ def _launched(name: str, kind: str, cell: Cell) -> list[Kernel]:
         for e in sorted(events, key=lambda e: e.get("ts", 0))
         if e.get("cat") == "kernel"
     ]
-    log = library.target_for(rung.source, torch.device("cuda", 0)).log if rung else None
+    log = (
+        library.target_for(rung.source, torch.device("cuda", torch.cuda.current_device())).log
+        if rung
+        else None
+    )
     spills = _spills(log.read_text()) if log and log.exists() else {}
     for kernel in found:
         kernel.spilled = spills.get(_plain(kernel.name))
