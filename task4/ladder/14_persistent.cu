@@ -111,15 +111,15 @@ struct Shared {
   alignas(1024) uint16_t Q[Q_STAGES][B_r * D];
   alignas(1024) uint16_t K[STAGES][B_c * D], V[STAGES][B_c * D];
   Tile tile;  // the next one
+  // full: the buffer's contents have arrived. empty: all its readers are done with it
+  uint64_t q_full[Q_STAGES], q_empty[Q_STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+  uint64_t tile_full, tile_empty;
   // The tiles whose Q_i are in the buffers; for STAY also whether consumer w has to find maxima to the end, and whether it has
   // turned out that it should have
   struct {
     Tile tile;
     int exact[CONSUMERS], overflowed;
   } given[Q_STAGES];
-  // full: the buffer's contents have arrived. empty: all its readers are done with it
-  uint64_t q_full[Q_STAGES], q_empty[Q_STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-  uint64_t tile_full, tile_empty;
 };
 
 // The order of the tiles. Heads come in groups; of a group, first one row block of each head, then the next of each. Block b
@@ -238,7 +238,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     for (const CUtensorMap* map : {&q_map, &k_map, &v_map}) tma_prefetch(map);
     for (int i = 0; i < Q_STAGES; ++i) {
       mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], 4 * CONSUMERS);
-      s.given[i].overflowed = 0;
+      if (STAY) s.given[i].overflowed = 0;
     }
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], 4 * CONSUMERS);  // the consumers' warps
@@ -275,9 +275,11 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
           auto& given = s.given[q.index];
           const Tile before = given.tile;
           const bool again = STAY && given.overflowed;
-          given.tile = tile;
-          given.overflowed = 0;
-          for (int w = 0; w < CONSUMERS; ++w) given.exact[w] = exact;
+          if (STAY) {
+            given.tile = tile;
+            given.overflowed = 0;
+            for (int w = 0; w < CONSUMERS; ++w) given.exact[w] = exact;
+          }
           mbarrier_arrive_expect(&s.q_full[q.index], B_r * D * sizeof(T));
           tma_load(s.Q[q.index], &q_map, &s.q_full[q.index], tile.row_0, tile.head, tile.b, EVICT_FIRST);
           q.next();
