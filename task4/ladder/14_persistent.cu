@@ -38,9 +38,10 @@
 //
 // STAY: the maximum stays. exp(S - m) / sum(exp(S - m)) is the same for any m, which only has to keep P, l_i and O_i in range.
 // Looking for the maximum of S, and the scaling that follows, is a third of a softmax's instructions; nothing else can begin
-// before it is found; and after a few hundred keys it hardly ever moves. So from then on P = exp(S - m_i) with the m_i that is there, and P is looked at: rowsum(P) has
-// sums of four on its way, and where the largest of them is above TOP, the warp scales P, O_i and l_i by TOP / max(P).
-// ([FA4] arXiv:2603.05451 leaves such scaling out while it is by less than 256, but still looks for the maximum.)
+// before it is found; and after a few hundred keys it hardly ever moves. So from then on P = exp(S - m_i) with the m_i that is
+// there, and P is looked at: rowsum(P) has sums of four on its way, and where the largest of them is above TOP, the warp
+// scales P, O_i and l_i by TOP / max(P). ([FA4] arXiv:2603.05451 leaves such scaling out while it is by less than 256, but
+// still looks for the maximum.)
 //   precision   FlashAttention-2 rounds P to 16 bits, but the largest of a row, exp(0) = 1, is exact: with an m_i that is not
 //               the maximum it would be rounded too, and where it is much of its row that shows. So TOP stands for a share
 //               of l_i that does not: 1 / (8 sqrt(blocks)) of what l_i will be if all blocks are like the first ones
