@@ -56,6 +56,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "attention.cuh"
 #include "hopper.cuh"
