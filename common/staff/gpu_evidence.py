@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ AGREE = "largest difference between CPU and GPU"
 EVERY_KERNEL = [
     "-m",
     "pytest",
-    "-q",
+    "-v",  # names the kernel at which it hangs
     "-p",
     "no:cacheprovider",
     "common/tests/test_devices_agree.py",
@@ -41,6 +42,10 @@ SMALL_CASES = [
 # uninitialised. In EVERY_KERNEL nothing but the course's kernels and copies runs on the GPU.
 JOBS = [(tool, EVERY_KERNEL) for tool in ("memcheck", "racecheck", "initcheck", "synccheck")]
 JOBS += [(tool, test) for test in SMALL_CASES for tool in ("memcheck", "racecheck", "synccheck")]
+
+
+LONGEST = 300  # seconds for one job; all of them together take about one minute
+running: list[subprocess.Popen] = []
 
 
 def sanitize(tool: str, test: list[str]) -> dict:
@@ -58,20 +63,37 @@ def sanitize(tool: str, test: list[str]) -> dict:
         *test,
     ]
     alone = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=1800, check=False
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=alone,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # the tool and the Python that it starts can be ended together
     )
-    output = done.stdout + done.stderr
-    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", output)
+    running.append(process)
+    try:
+        output, _ = process.communicate(timeout=LONGEST)
+        summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", output)
+    except subprocess.TimeoutExpired:
+        _end(process)
+        output, _ = process.communicate()
+        summary = [f"stopped after {LONGEST} s"]
     name = " ".join(test[1:2] if test[1] != "pytest" else test[-1:])
     print(f"  {tool:9} {name}: {summary[-1] if summary else 'no summary'}", flush=True)
     clean = (
-        done.returncode == 0 and bool(summary) and all("SUMMARY: 0 " in line for line in summary)
+        process.returncode == 0 and bool(summary) and all("SUMMARY: 0 " in line for line in summary)
     )
     if not clean:
         told = [line for line in output.splitlines() if "Host Frame" not in line]
         print("\n".join(line[:160] for line in told[-60:]))
     return {"tool": tool, "test": name, "clean": clean, "summary": summary}
+
+
+def _end(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def run_pytest() -> dict:
@@ -111,7 +133,13 @@ def run_sanitizer() -> dict:
     build = [sys.executable, "-m", "common.build", "--device", "cuda"]
     subprocess.run(build, cwd=ROOT, check=True)
     with ThreadPoolExecutor(7) as pool:
-        runs = list(pool.map(lambda job: sanitize(*job), JOBS))
+        try:
+            runs = list(pool.map(lambda job: sanitize(*job), JOBS))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                _end(process)
+            raise
     return {"ok": all(run["clean"] for run in runs), "runs": runs}
 
 

@@ -1,0 +1,47 @@
+"""The sanitizer's part of the GPU evidence, with a stand-in for compute-sanitizer."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from common.staff import gpu_evidence
+
+TEST = ["-m", "task2.test"]
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Let a shell script be ``compute-sanitizer``."""
+
+    def become(script: str) -> None:
+        path = tmp_path / "compute-sanitizer"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return become
+
+
+@pytest.mark.parametrize(
+    ("script", "clean", "summary"),
+    [
+        ("echo ERROR SUMMARY: 0 errors", True, ["ERROR SUMMARY: 0 errors"]),
+        ("echo ERROR SUMMARY: 2 errors; exit 9", False, ["ERROR SUMMARY: 2 errors"]),
+        ("echo ERROR SUMMARY: 0 errors; exit 1", False, ["ERROR SUMMARY: 0 errors"]),
+        ("true", False, []),
+    ],
+)
+def test_what_counts_as_clean(tool, script, clean, summary):
+    tool(script)
+    told = gpu_evidence.sanitize("memcheck", TEST)
+    assert told == {"tool": "memcheck", "test": "task2.test", "clean": clean, "summary": summary}
+
+
+def test_a_job_that_hangs_is_stopped_and_told(tool, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_evidence, "LONGEST", 0.5)
+    tool("echo rung 14; sleep 60 & wait")
+    told = gpu_evidence.sanitize("memcheck", TEST)
+    assert not told["clean"] and told["summary"] == ["stopped after 0.5 s"]
+    assert "rung 14" in capsys.readouterr().out
