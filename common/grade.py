@@ -7,21 +7,19 @@ kind of machine, and are written, like Results.md, at the very end and whole.
 
 import argparse
 import json
-import os
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
+from common.check import child
 from common.check.record import provenance, write_atomically, write_json
 from common.check.results import (
     POINTS,
@@ -127,8 +125,8 @@ def _build(stage: str, device: str, show: Show) -> None:
     if not (ROOT / stage / "compile.py").exists():
         return
     lines: list[str] = []
-    command = ["-m", f"{stage}.compile", "--device", device]
-    if _run(command, BUILD_SECONDS, lines.append) == 0:
+    command = [sys.executable, "-m", f"{stage}.compile", "--device", device]
+    if child.run(command, BUILD_SECONDS, lines.append, cwd=ROOT) == 0:
         for line in lines:
             show(line)
     else:
@@ -145,8 +143,9 @@ def _run_stage(stage: str, options: argparse.Namespace, show: Show) -> dict[str,
 
     with tempfile.TemporaryDirectory(prefix="grade-") as folder:
         file = Path(folder) / "report.json"
-        command = ["-m", f"{stage}.test", "--device", options.device, "--seed", str(options.seed)]
-        status = _run([*command, "--report", str(file)], STAGE_SECONDS, hear)
+        wanted = ["--device", options.device, "--seed", str(options.seed), "--report", str(file)]
+        command = [sys.executable, "-m", f"{stage}.test", *wanted]
+        status = child.run(command, STAGE_SECONDS, hear, cwd=ROOT)
         try:
             report = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError):
@@ -184,45 +183,6 @@ def _ending(status: int | None, said: Sequence[str]) -> str:
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     return next((line.strip() for line in reversed(said) if line.strip()), f"status {status}")
-
-
-def _run(arguments: Sequence[str], seconds: float, hear: Show) -> int | None:
-    """Run Python with these arguments; its lines go to ``hear``. Exit status, or None if it took too long."""
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # it and all that it starts can be ended together
-    )
-    late = threading.Event()
-
-    def too_long() -> None:
-        late.set()
-        _end(process)
-
-    timer = threading.Timer(seconds, too_long)
-    timer.start()
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            hear(line.rstrip("\n"))
-        process.wait()
-    finally:
-        timer.cancel()
-        _end(process)
-    return None if late.is_set() else process.returncode
-
-
-def _end(process: subprocess.Popen) -> None:
-    if process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
+from common.check import child
 from common.check.record import git_commit, machine, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,6 @@ JOBS += [(tool, test) for test in SMALL_CASES for tool in ("memcheck", "racechec
 
 
 LONGEST = 300  # seconds for one job; all of them together take about one minute
-running: list[subprocess.Popen] = []
 
 
 def sanitize(tool: str, test: list[str]) -> dict:
@@ -63,37 +62,18 @@ def sanitize(tool: str, test: list[str]) -> dict:
         *test,
     ]
     alone = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=alone,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # the tool and the Python that it starts can be ended together
-    )
-    running.append(process)
-    try:
-        output, _ = process.communicate(timeout=LONGEST)
-        summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", output)
-    except subprocess.TimeoutExpired:
-        _end(process)
-        output, _ = process.communicate()
+    told: list[str] = []
+    status = child.run(command, LONGEST, told.append, cwd=ROOT, env=alone)
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", "\n".join(told))
+    if status is None:
         summary = [f"stopped after {LONGEST} s"]
     name = " ".join(test[1:2] if test[1] != "pytest" else test[-1:])
     print(f"  {tool:9} {name}: {summary[-1] if summary else 'no summary'}", flush=True)
-    clean = (
-        process.returncode == 0 and bool(summary) and all("SUMMARY: 0 " in line for line in summary)
-    )
+    clean = status == 0 and bool(summary) and all("SUMMARY: 0 " in line for line in summary)
     if not clean:
-        told = [line for line in output.splitlines() if "Host Frame" not in line]
+        told = [line for line in told if "Host Frame" not in line]
         print("\n".join(line[:160] for line in told[-60:]))
     return {"tool": tool, "test": name, "clean": clean, "summary": summary}
-
-
-def _end(process: subprocess.Popen) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def run_pytest() -> dict:
@@ -137,8 +117,7 @@ def run_sanitizer() -> dict:
             runs = list(pool.map(lambda job: sanitize(*job), JOBS))
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in running:
-                _end(process)
+            child.end_all()
             raise
     return {"ok": all(run["clean"] for run in runs), "runs": runs}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common import grade
+from common.check import child
 from common.check.record import sources_hash
 from common.check.results import POINTS, ResultsError, merge, render
 from common.check.suite import ROOT
@@ -200,7 +201,7 @@ def test_an_interrupted_child_is_ended_with_all_it_started(checkout: Path) -> No
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        grade._run(["-m", "sleeper"], 30, hear)
+        child.run([sys.executable, "-m", "sleeper"], 30, hear, cwd=checkout)
     for _ in range(100):
         if not _alive(pids[0]):
             return

@@ -1,0 +1,73 @@
+"""Commands in processes of their own, ended with all that they have started."""
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_running: set[subprocess.Popen] = set()
+
+
+def run(
+    command: Sequence[str],
+    seconds: float,
+    hear: Callable[[str], None],
+    *,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+) -> int | None:
+    """Run a command; each line that it writes goes to ``hear``.
+
+    Args:
+        seconds: it is killed after so many.
+        env: its environment; this process's if None. Python in it does not buffer its lines.
+
+    Returns:
+        Its exit status, negative for a signal; None if it took too long.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**(os.environ if env is None else env), "PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # it and all that it starts can be ended together
+    )
+    _running.add(process)
+    late = threading.Event()
+
+    def too_long() -> None:
+        late.set()
+        _end(process)
+
+    timer = threading.Timer(seconds, too_long)
+    timer.start()
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            hear(line.rstrip("\n"))
+        process.wait()
+    finally:
+        timer.cancel()
+        _end(process)
+        _running.discard(process)
+    return None if late.is_set() else process.returncode
+
+
+def end_all() -> None:
+    """End what other threads still run: Ctrl-C reaches neither those threads nor the commands."""
+    for process in list(_running):
+        _end(process)
+
+
+def _end(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
