@@ -21,7 +21,7 @@ from common.inputs import describe
 # over K = 1000 taken one by one in fp32, as a first kernel does it, up to 6.3 times what PyTorch's
 # blocked GEMM did (median 3.2; the ratio grows with K: keep K below 1500). Real mistakes start
 # beyond: a softmax in float16 is over 500 budgets off (both repeated with fresh seeds in
-# common/tests/test_check.py).
+# common/tests/test_check_compare.py).
 FACTOR = 8.0
 
 Suspect = Tensor | Callable[[], Tensor]

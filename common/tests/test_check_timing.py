@@ -1,0 +1,147 @@
+"""Times, speeds and the reports that keep them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.check import (
+    Case,
+    CheckFailed,
+    Rng,
+    Speed,
+    Timing,
+)
+from common.check.record import Report, earned, sources_hash
+from common.check.timing import Ceilings, measure
+from common.tests.answers import make_suite, run
+
+# Times and records -------------------------------------------------------------------------------
+
+
+def timing(ms: float) -> Timing:
+    return Timing(ms, ms * 0.9, ms * 1.2, 20)
+
+
+def test_timing_statistics() -> None:
+    found = Timing.of([float(i) for i in range(101)])
+    assert (found.median_ms, found.p10_ms, found.p90_ms, found.n) == (50, 10, 90, 101)
+    assert found.per(10).median_ms == 5
+
+
+def test_speed_knows_its_shares() -> None:
+    speed = Speed(
+        "attention alone",
+        shape="B1",
+        dtype=torch.float32,
+        ours=timing(2.0),
+        baselines={"math": timing(5.0)},
+        flops=4e10,
+        bytes=2e9,
+    )
+    assert speed.tflops == pytest.approx(20) and speed.gb_per_s == pytest.approx(1000)
+    assert speed.speedup("math") == 2.5
+    record = speed.as_record(Ceilings(4000.0, 50.0, 800.0))
+    assert record["tflops_share"] == pytest.approx(0.4)
+    assert record["gb_per_s_share"] == pytest.approx(0.25)
+    with pytest.raises(CheckFailed, match="cannot be"):
+        speed.as_record(Ceilings(500.0, 50.0, 800.0))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nothing_is_timed_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="needs a GPU"):
+        measure({"ours": lambda: None})
+    suite, ran = make_suite(), []
+
+    @suite.check("softmax", [Case("a", why="")])
+    def right(case: Case, device: torch.device, rng: Rng) -> None: ...
+
+    @suite.measurement("speed", fields=("attention alone",))
+    def speed(device: torch.device, report: Report) -> None:
+        ran.append("speed")
+
+    @suite.measurement("text", devices=("cpu", "cuda"))
+    def text(device: torch.device, report: Report) -> None:
+        report.text("generated text", "Once upon a time")
+
+    assert run(suite) == 0 and ran == []
+    out = capsys.readouterr().out
+    assert "speed: needs a GPU" in out and "generated text: Once upon a time" in out
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_measure_times_the_work() -> None:
+    x = torch.randn(4096, 4096, device="cuda")
+    outputs = {}
+    times = measure(
+        {"one": lambda: x @ x, "four": lambda: [x @ x for _ in range(4)]},
+        seconds=0.5,
+        check=outputs.update,
+    )
+    assert set(outputs) == {"one", "four"}
+    assert 3 < times["four"].median_ms / times["one"].median_ms < 5
+    with pytest.raises(CheckFailed):
+        measure({"one": lambda: x}, seconds=0.1, check=lambda outputs: fail())
+
+
+def fail() -> None:
+    raise CheckFailed("wrong")
+
+
+def test_a_measurement_keeps_its_promises() -> None:
+    report = Report(make_suite(), device="cpu", seed=1, complete=True)
+    report.allowed = ("attention alone",)
+    speed = Speed("another", "B1", torch.float32, timing(1), {})
+    with pytest.raises(ValueError, match="not among the fields"):
+        report.add(speed)
+
+
+def test_the_report(tmp_path: Path) -> None:
+    suite = make_suite()
+
+    @suite.check("softmax", [Case("a", why="")])
+    def right(case: Case, device: torch.device, rng: Rng) -> None: ...
+
+    @suite.check("gemm", [Case("a", why="")])
+    def wrong(case: Case, device: torch.device, rng: Rng) -> None:
+        raise AssertionError("no")
+
+    @suite.check("attention", [Case("a", why="")])
+    def crash(case: Case, device: torch.device, rng: Rng) -> None:
+        assert json.loads(file.read_text())["status"] == "crashed"
+
+    file = tmp_path / "report.json"
+    assert run(suite, "--report", str(file), "--seed", "4") == 1
+    report = json.loads(file.read_text())
+    assert (report["stage"], report["device"], report["status"]) == ("task9", "cpu", "failed")
+    assert [(g["name"], g["passed"], g["total"]) for g in report["groups"]] == [
+        ("softmax", 1, 1),
+        ("gemm", 0, 1),
+        ("attention", 1, 1),
+    ]
+    assert (report["points"], report["earned"]) == (3, 2) and report["complete"]
+    run_of = report["run"]
+    assert run_of["seed"] == 4 and len(run_of["sources"]["sha256"]) == 64
+    assert {"torch", "python", "cpu", "cores", "transformers"} <= set(run_of["machine"])
+    assert run(suite, "--softmax", "--report", str(file)) == 0
+    assert not json.loads(file.read_text())["complete"]
+
+
+def test_points() -> None:
+    assert earned(4, 2, 3) == 2.67 and earned(3, 3, 3) == 3 and earned(1, 0, 0) == 0
+
+
+def test_the_sources_hash_follows_content_and_headers(tmp_path: Path) -> None:
+    (tmp_path / "task9").mkdir()
+    (tmp_path / "common/include").mkdir(parents=True)
+    kernel, header = tmp_path / "task9/a.cu", tmp_path / "common/include/ptx.cuh"
+    kernel.write_text("int a;")
+    header.write_text("int b;")
+    first = sources_hash(["task9/a.cu"], tmp_path)
+    assert first == sources_hash(["task9/*.cu"], tmp_path)
+    header.write_text("int c;")
+    second = sources_hash(["task9/a.cu"], tmp_path)
+    kernel.write_text("int d;")
+    assert len({first, second, sources_hash(["task9/a.cu"], tmp_path)}) == 3
