@@ -1,4 +1,4 @@
-// Rung 14, persistent: blocks stay, and one tile's end overlaps the next one's beginning.
+// Rung 14, persistent: blocks stay, one tile's end overlaps the next one's beginning, and in long rows the maximum stays.
 // architectures: sm_90a
 // FlashAttention-2 forward [FA2] arXiv:2307.08691, Algorithm 1, scheduled as in [FA3] arXiv:2407.08608, section 3.
 //
@@ -13,7 +13,7 @@
 //   head_dim 64, 128 or 256, scale above 0, pointers and strides multiples of 16 bytes: the caller has checked
 //
 //   line  8    S   = Q_i K_j^T                  wgmma, both operands from shared memory
-//   line  9    m'  = max(m_i, rowmax(S))        four lanes share a row: two shuffles
+//   line  9    m'  = max(m_i, rowmax(S))        four lanes share a row: two shuffles. In long rows soon left out, see below
 //              P   = exp(S - m'),  l_i = exp(m_i - m') l_i + rowsum(P)
 //   line 10    O_i = diag(exp(m_i - m')) O_i + P V_j      wgmma, P from registers
 //   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
@@ -32,9 +32,22 @@
 //              earlier is idle time, and later O_i and P are too late for the gaps that the exponentials leave. ptxas puts
 //              the wait first unless something holds it back: arrive_after() below
 //   maximum    of three numbers by one instruction: row_maximum_of_three()
-//   What holds it now: beside wgmma the other instructions are slower, and a scheduler's two softmaxes need nearly all of
-//   the time that their products do (NOTES.md)
-//   tile sizes by head_dim and q_len: the table at the end of the file
+//   tile sizes by head_dim, q_len and kv_len: the table at the end of the file
+// What holds it: beside wgmma the other instructions are slower, and a scheduler's two softmaxes need nearly all of the time
+// that their products do (NOTES.md). So long rows do without the maximum.
+//
+// STAY: the maximum stays. exp(S - m) / sum(exp(S - m)) is the same for any m, which only has to keep P, l_i and O_i in range.
+// Looking for the maximum of S, and the scaling that follows, is a third of a softmax's instructions; nothing else can begin
+// before it is found; and after a few hundred keys it hardly ever moves. So from then on P = exp(S - m_i) with the m_i that is
+// there, and P is looked at: rowsum(P) has sums of four on its way, and where the largest of them is above TOP, the warp
+// scales P, O_i and l_i by TOP / max(P). ([FA4] arXiv:2603.05451 leaves such scaling out while it is by less than 256, but
+// still looks for the maximum.)
+//   precision   FlashAttention-2 rounds P to 16 bits, but the largest of a row, exp(0) = 1, is exact: with an m_i that is not
+//               the maximum it would be rounded too, and where it is much of its row that shows. So TOP stands for a share
+//               of l_i that does not: 1 / (8 sqrt(blocks)) of what l_i will be if all blocks are like the first ones
+//   overflow    a score may be above m_i by more than exp() can take. Then l_i is no number, and the scheduler hands the tile
+//               out again, to be computed with maxima
+//   few large P make up a row: m_i would have to move all the time. A warpgroup that finds such rows goes on with maxima
 //
 // Shared memory, with 1,024-byte alignment for the swizzle: Q_i twice, K_j and V_j in rings of two:
 //   (Q_STAGES B_r + 4 B_c) head_dim 2 bytes     64: 96 or 112 KiB,  128: 192 KiB,  256: 224 KiB with one Q_i
@@ -43,12 +56,19 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "attention.cuh"
 #include "hopper.cuh"
 #include "warpgroup.cuh"
 
 constexpr int STAGES = 2;  // of the rings of K and V
+
+// STAY: a tile's steps with maxima behind the masked ones, and the blocks that a tile must have to be worth it.
+constexpr int EXACT = 3, ENOUGH = 12;
+// What P stays below. In fp16 it may be 64 times smaller than with m_i = max, and must not lose bits.
+template <typename T>
+constexpr float TOP = std::is_same_v<T, __half> ? 64.0f : 1.0f;
 
 // ptxas orders these 400 instructions as it likes, and how well they fill each other's gaps is up to 5 % of the speed. What
 // can be said is said here: the best of those tried with nvcc 13.0 on an H200, for each head_dim (NOTES.md).
@@ -65,18 +85,21 @@ struct Order<64> {
   static constexpr bool L_FIRST = true;  // the sum begins with what l_i was, and does not end with it
   static constexpr bool MEET = false;    // a warp's threads meet when they have taken a tile
   static constexpr Maxima MAXIMA = Maxima::INTEGERS_ASK_FIRST;
+  static constexpr int STAY_BEFORE = 16;  // BEFORE where the maximum stays
 };
 template <>
 struct Order<128> {
   static constexpr int BEFORE = 52;
   static constexpr bool L_FIRST = true, MEET = true;
   static constexpr Maxima MAXIMA = Maxima::INTEGERS;
+  static constexpr int STAY_BEFORE = 32;
 };
 template <>
 struct Order<256> {
   static constexpr int BEFORE = 20;
   static constexpr bool L_FIRST = false, MEET = true;
   static constexpr Maxima MAXIMA = Maxima::FLOATS;
+  static constexpr int STAY_BEFORE = 0;  // never: all registers are taken
 };
 
 // What the scheduler hands out. blocks: of K and V; -1: no more tiles
@@ -93,6 +116,12 @@ struct Shared {
   // full: the buffer's contents have arrived. empty: all its readers are done with it
   uint64_t q_full[Q_STAGES], q_empty[Q_STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
   uint64_t tile_full, tile_empty;
+  // The tiles whose Q_i are in the buffers; for STAY also whether consumer w has to find maxima to the end, and whether it has
+  // turned out that it should have
+  struct {
+    Tile tile;
+    int exact[CONSUMERS], overflowed;
+  } given[Q_STAGES];
 };
 
 // The order of the tiles. Heads come in groups; of a group, first one row block of each head, then the next of each. Block b
@@ -168,7 +197,37 @@ DEVICE void exponentials(float (&S)[B_c / 2], float (&sum)[2][2], const float (&
   }
 }
 
-template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES>
+// For STAY: the exponentials FROM ... TO - 1, and the largest sum of four of them, in bits: no sum is negative.
+template <int FROM, int TO, int B_c>
+DEVICE void watched_exponentials(float (&S)[B_c / 2], float (&sum)[2][2], int& top, const float (&shift)[2], float scale) {
+  static_assert(FROM % 8 == 0 && TO % 8 == 0);
+#pragma unroll
+  for (int n = FROM; n < TO; n += 8) {
+    const int h = n / (B_c / 4), i = n % (B_c / 4);
+    float four[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float* s = &S[(i + 4 * e) / 2 * 4 + 2 * h];
+#pragma unroll
+      for (int c : {0, 1, 4, 5}) s[c] = fast_exp2(fmaf(s[c], scale, -shift[h]));
+      four[e] = (s[0] + s[1]) + (s[4] + s[5]);
+      sum[h][e] += four[e];
+    }
+    top = __vimax3_s32(top, __float_as_int(four[0]), __float_as_int(four[1]));
+  }
+}
+
+// Stores 1 if x is infinite or NaN: predicated, since a branch at its place makes ptxas serialise the products before it.
+DEVICE void note_unless_finite(int* to, float x) {
+  asm volatile(
+      "{\n.reg .pred finite;\n"
+      "setp.lt.f32 finite, %0, 0f7F800000;\n"
+      "@!finite st.shared.u32 [%1], 1;\n"
+      "bar.warp.sync -1;\n}" ::"f"(x),
+      "r"(shared_address(to)) : "memory");
+}
+
+template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES, bool STAY>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1)
 attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CUtensorMap q_map,
                  const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map, const Plan plan) {
@@ -179,7 +238,10 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // the shuffle tells the compiler: one for all lanes
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&q_map, &k_map, &v_map}) tma_prefetch(map);
-    for (int i = 0; i < Q_STAGES; ++i) mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], 4 * CONSUMERS);
+    for (int i = 0; i < Q_STAGES; ++i) {
+      mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], 4 * CONSUMERS);
+      if (STAY) s.given[i].overflowed = 0;
+    }
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], 4 * CONSUMERS);  // the consumers' warps
       mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], 4 * CONSUMERS);
@@ -201,16 +263,31 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     if (threadIdx.x == 32) {  // the scheduler
       Ring<Q_STAGES> q;
       const auto wait = [&] { mbarrier_wait(&s.tile_empty, tiles.parity ^ 1); };  // until the tile before is taken
-      const auto hand_out = [&](Tile tile) {
+      const auto give = [&](const Tile& tile) {
         wait();
         s.tile = tile;
         mbarrier_arrive(&s.tile_full);
         tiles.next();
-        if (tile.blocks <= 0) return;
-        mbarrier_wait(&s.q_empty[q.index], q.parity ^ 1);
-        mbarrier_arrive_expect(&s.q_full[q.index], B_r * D * sizeof(T));
-        tma_load(s.Q[q.index], &q_map, &s.q_full[q.index], tile.row_0, tile.head, tile.b, EVICT_FIRST);
-        q.next();
+      };
+      const auto hand_out = [&](Tile tile, int exact) {  // and then what had its buffer, if that has overflowed
+        for (;; exact = 1) {
+          give(tile);
+          if (tile.blocks <= 0) return;
+          mbarrier_wait(&s.q_empty[q.index], q.parity ^ 1);
+          auto& given = s.given[q.index];
+          const Tile before = given.tile;
+          const bool again = STAY && given.overflowed;
+          if (STAY) {
+            given.tile = tile;
+            given.overflowed = 0;
+            for (int w = 0; w < CONSUMERS; ++w) given.exact[w] = exact;
+          }
+          mbarrier_arrive_expect(&s.q_full[q.index], B_r * D * sizeof(T));
+          tma_load(s.Q[q.index], &q_map, &s.q_full[q.index], tile.row_0, tile.head, tile.b, EVICT_FIRST);
+          q.next();
+          if (!again) return;
+          tile = before;
+        }
       };
       const int all_heads = a.batch * a.heads;
       for (int tile = blockIdx.x; tile < plan.tiles;) {
@@ -219,11 +296,23 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
         const int i = tile - first * plan.row_blocks, block = i / heads, head = first + i % heads;
         const int row_0 = (plan.counted ? plan.row_blocks - 1 - block : block) * B_r;
         const int blocks = ceil_div(a.visible(min(row_0 + B_r, a.q_len) - 1), B_c), b = head / a.heads;
-        hand_out({row_0, head - b * a.heads, b, blocks});
+        hand_out({row_0, head - b * a.heads, b, blocks}, 0);
         wait();  // counted: whoever is done first gets the next one, so no earlier than necessary
         tile = gridDim.x + (plan.counted ? atomicAdd(static_cast<int*>(a.workspace), 1) : tile);
       }
-      hand_out({0, 0, 0, -1});
+      for (int right = STAY ? 0 : Q_STAGES; right < Q_STAGES;) {  // of the last tiles
+        Ring<Q_STAGES> last = q;
+        for (int i = 0; i < right; ++i) last.next();
+        mbarrier_wait(&s.q_empty[last.index], last.parity ^ 1);
+        if (s.given[last.index].overflowed) {
+          s.given[last.index].overflowed = 0;
+          hand_out(s.given[last.index].tile, 1);
+          right = 0;
+        } else {
+          ++right;
+        }
+      }
+      give({0, 0, 0, -1});
     } else if (threadIdx.x == 0) {  // the producer
       Ring<STAGES> k, v;
       while (true) {
@@ -283,8 +372,9 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
   int add = 0;  // 0: P V_j is its tile's first, and O_i still holds the tile before
 
   while (true) {
-    const Tile tile = take_tile();
-    if (Order<D>::MEET) __syncwarp();
+    Tile tile = take_tile();
+    if (Order<D>::MEET || STAY) __syncwarp();
+    if (STAY) tile.blocks = __shfl_sync(~0u, tile.blocks, 0);  // tells the compiler: one for all lanes
     mbarrier_arrive(&s.tile_empty);
     if (tile.blocks < 0) break;
     const int row = tile.row_0 + wg * 64 + warp * 16 + g;
@@ -378,13 +468,35 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       for (int i = 0; i < D / 2; ++i) O_i[i] *= rescale[i / 2 % 2];  // line 10
       make_P();
     }
+    int staying = STAY && tile.blocks >= ENOUGH ? max(j + 1 - EXACT, 0) : 0;  // the blocks in which the maximum stays
+    float shift[2];
 #pragma unroll 1
-    for (; j >= 0; --j) {
+    for (; j >= staying; --j) {
       const bool negative = Order<D>::MAXIMA == Maxima::INTEGERS_ASK_FIRST && some_negative(m_i);
       begin_step();
       constexpr int BEFORE = Order<D>::BEFORE;
-      float shift[2], sum[2][2] = {};
+      float sum[2][2] = {};
       new_maxima<Order<D>::MAXIMA, B_c>(S, m_i, rescale, shift, scale, negative);  // line 9
+      if (STAY && j <= staying + 1 && staying) {
+        // How many times l_i, of these first blocks, a P may be
+        const float share = sqrtf(tile.blocks) / (8 * (tile.blocks - 1 - j));
+        volatile int* exact = &s.given[q.index].exact[wg];
+        if (j > staying) {  // one step earlier, so that the wait for a turn is between this and the other warps' look at it
+          const bool few = share * 4 * fminf(l_i[0] * rescale[0], l_i[1] * rescale[1]) < 2;
+          if (__popc(__ballot_sync(~0u, few)) > 12) *exact = 1;
+        } else if (*exact) {
+          staying = 0;
+        } else {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            float l = l_i[h] * rescale[h];
+            l += __shfl_xor_sync(~0u, l, 1), l += __shfl_xor_sync(~0u, l, 2);
+            const float most = fminf(fmaxf(share * l, 1.0f), 64.0f);
+            shift[h] += __log2f(most / TOP<T>);
+            rescale[h] *= __fdividef(TOP<T>, most);
+          }
+        }
+      }
       if (Order<D>::L_FIRST) sum[0][0] = l_i[0] * rescale[0], sum[1][0] = l_i[1] * rescale[1];
       exponentials<0, BEFORE, B_c>(S, sum, shift, scale);
       arrive_after(&s.k_empty[k.index], sum[BEFORE > B_c / 4][1]);
@@ -397,6 +509,37 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       for (int i = 0; i < D / 2; ++i) O_i[i] *= rescale[i / 2 % 2];  // line 10
       make_P();
     }
+#pragma unroll 1
+    for (; STAY && j >= 0; --j) {
+      begin_step();
+      keep_here(S);
+      constexpr int BEFORE = Order<D>::STAY_BEFORE;
+      float sum[2][2] = {{l_i[0], 0.0f}, {l_i[1], 0.0f}};
+      int top = 0;
+      watched_exponentials<0, BEFORE, B_c>(S, sum, top, shift, scale);  // line 9
+      arrive_after(&s.k_empty[k.index], sum[BEFORE > B_c / 4][1]);
+      k.next();
+      end_PV();
+      watched_exponentials<BEFORE, B_c / 2, B_c>(S, sum, top, shift, scale);
+      make_P();
+      if (__any_sync(~0u, top > __float_as_int(TOP<T>))) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float largest = fmaxf(row_maximum_of_three<B_c>(S, h), TOP<T>);
+          // Above 2^126 __fdividef() gives 0, and above 2^128 they are infinite: computed again
+          const float times = largest > 1e30f ? NAN : __fdividef(TOP<T>, largest);
+          shift[h] += __log2f(largest / TOP<T>);
+          sum[h][0] *= times, sum[h][1] *= times;
+#pragma unroll
+          for (int i = 0; i < B_c / 4; ++i) S[i / 2 * 4 + 2 * h + i % 2] *= times;
+#pragma unroll
+          for (int i = 0; i < D / 4; ++i) O_i[i / 2 * 4 + 2 * h + i % 2] *= times;  // line 10
+        }
+        make_P();
+      }
+      for (int h = 0; h < 2; ++h) l_i[h] = sum[h][0] + sum[h][1];
+    }
+    if (STAY) note_unless_finite(&s.given[q.index].overflowed, staying ? l_i[0] + l_i[1] : 0.0f);
     arrive_as_warp(&s.q_empty[q.index]);
     q.next();
   }
@@ -410,7 +553,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
   }
 }
 
-template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES>
+template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES, bool STAY = false>
 static cudaError_t launch_tiles(const Attention& a, cudaStream_t stream) {
   constexpr int B_r = 64 * CONSUMERS, bytes = sizeof(Shared<D, CONSUMERS, B_c, Q_STAGES>);
   static_assert(bytes <= 227 * 1024, "what a block can have");
@@ -419,7 +562,7 @@ static cudaError_t launch_tiles(const Attention& a, cudaStream_t stream) {
   if ((error = make_tensor_map<T>(&q_map, a.q, a.q_strides, a.batch, a.q_len, a.heads, D, B_r))) return error;
   if ((error = make_tensor_map<T>(&k_map, a.k, a.k_strides, a.batch, a.kv_len, a.kv_heads, D, B_c))) return error;
   if ((error = make_tensor_map<T>(&v_map, a.v, a.v_strides, a.batch, a.kv_len, a.kv_heads, D, B_c))) return error;
-  const auto kernel = attention_kernel<T, D, CONSUMERS, B_c, Q_STAGES>;
+  const auto kernel = attention_kernel<T, D, CONSUMERS, B_c, Q_STAGES, STAY>;
   if ((error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))) return error;
   int device, multiprocessors;
   if ((error = cudaGetDevice(&device))) return error;
@@ -440,12 +583,16 @@ static cudaError_t launch_tiles(const Attention& a, cudaStream_t stream) {
 // Tile sizes, as measured on an H200.
 template <typename T>
 static cudaError_t launch(const Attention& a, int head_dim, cudaStream_t stream) {
+  const bool stay = a.kv_len >= (a.causal ? 4096 : 2048);  // causal, a row sees half of that on average
   switch (head_dim) {
     case 64:  // 192 rows: for each K and V fetched, half as much again is computed. But 512 rows are 2.67 of them, and a
-              // causal diagonal wastes more: up to 1,024 rows 128 were faster there. Not causal, 192 always were (NOTES.md)
+              // causal diagonal wastes more: up to 1,024 rows 128 were faster there. Not causal, 192 were at 512 and 2,048
+              // (NOTES.md)
       if (a.q_len <= (a.causal ? 1024 : 128)) return launch_tiles<T, 64, 2, 128, 2>(a, stream);
+      if (stay) return launch_tiles<T, 64, 3, 128, 2, true>(a, stream);
       return launch_tiles<T, 64, 3, 128, 2>(a, stream);
     case 128:  // O_i 64, S 64 and P 32 of 240 registers; all of 192 KiB
+      if (stay) return launch_tiles<T, 128, 2, 128, 2, true>(a, stream);
       return launch_tiles<T, 128, 2, 128, 2>(a, stream);
     case 256:  // O_i alone has 128 registers, Q_i 64 KiB: more than 80 keys, or a second Q_i, there is no room for
       return launch_tiles<T, 256, 2, 80, 1>(a, stream);
