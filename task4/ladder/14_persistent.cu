@@ -25,6 +25,7 @@
 //              V_j. The last P V_j of a tile is issued behind the first S of the next one, and O_i is written beside the
 //              second. What is left of a tile's border costs about a step more: at 512 keys, four steps a tile, it runs at
 //              three quarters of its speed at 16,384
+//   borders    what the first S of a tile does not need, like 1 / l_i of the tile before, is computed while it runs
 //   order      causal: the longest row blocks first, of as many heads as L2 holds K and V of; whoever is done takes the
 //              next one from a counter, which has to be zeroed by a launch of its own
 //   diagonal   a warpgroup whose rows see none of the last 64 keys of their first block does not multiply them
@@ -44,7 +45,7 @@
 // still looks for the maximum.)
 //   precision   FlashAttention-2 rounds P to 16 bits, but the largest of a row, exp(0) = 1, is exact: with an m_i that is not
 //               the maximum it would be rounded too, and where it is much of its row that shows. So TOP stands for a share
-//               of l_i that does not: 1 / (8 sqrt(blocks)) of what l_i will be if all blocks are like the first ones
+//               of l_i that does not: SHARE / sqrt(blocks) of what l_i will be if all keys are like the first ones
 //   overflow    a score may be above m_i by more than exp() can take. Then l_i is no number, and the scheduler hands the tile
 //               out again, to be computed with maxima
 //   few large P make up a row: m_i would have to move all the time. A warpgroup that finds such rows goes on with maxima
@@ -64,8 +65,11 @@
 
 constexpr int STAGES = 2;  // of the rings of K and V
 
-// STAY: a tile's steps with maxima behind the masked ones, and the blocks that a tile must have to be worth it.
-constexpr int EXACT = 3, ENOUGH = 12;
+// STAY: the blocks that a tile must have to be worth it; its steps with maxima behind the masked ones; and SHARE / sqrt(blocks)
+// of l_i is what a P may be. Causal, the largest errors are those of rows with few keys, so there may be more of it.
+constexpr int ENOUGH = 6;
+constexpr int EXACT = 3, EXACT_CAUSAL = 2;
+constexpr float SHARE = 1.0f / 8, SHARE_CAUSAL = 1.0f / 6;
 // What P stays below. In fp16 it may be 64 times smaller than with m_i = max, and must not lose bits.
 template <typename T>
 constexpr float TOP = std::is_same_v<T, __half> ? 64.0f : 1.0f;
@@ -83,23 +87,24 @@ template <>
 struct Order<64> {
   static constexpr int BEFORE = 8;       // of a thread's B_c / 2 exponentials: those before the wait for P V_j
   static constexpr bool L_FIRST = true;  // the sum begins with what l_i was, and does not end with it
-  static constexpr bool MEET = false;    // a warp's threads meet when they have taken a tile
   static constexpr Maxima MAXIMA = Maxima::INTEGERS_ASK_FIRST;
-  static constexpr int STAY_BEFORE = 16;  // BEFORE where the maximum stays
+  static constexpr int STAY_BEFORE = 16;   // BEFORE where the maximum stays
+  static constexpr int FIRST_BEFORE = -1;  // and in a tile's first step. -1: as ptxas likes
 };
 template <>
 struct Order<128> {
   static constexpr int BEFORE = 52;
-  static constexpr bool L_FIRST = true, MEET = true;
+  static constexpr bool L_FIRST = true;
   static constexpr Maxima MAXIMA = Maxima::INTEGERS;
-  static constexpr int STAY_BEFORE = 32;
+  static constexpr int STAY_BEFORE = 32, FIRST_BEFORE = 32;
 };
 template <>
 struct Order<256> {
   static constexpr int BEFORE = 20;
-  static constexpr bool L_FIRST = false, MEET = true;
+  static constexpr bool L_FIRST = false;
   static constexpr Maxima MAXIMA = Maxima::FLOATS;
   static constexpr int STAY_BEFORE = 0;  // never: all registers are taken
+  static constexpr int FIRST_BEFORE = -1;
 };
 
 // What the scheduler hands out. blocks: of K and V; -1: no more tiles
@@ -112,12 +117,12 @@ struct Shared {
   static constexpr int B_r = 64 * CONSUMERS;
   alignas(1024) uint16_t Q[Q_STAGES][B_r * D];
   alignas(1024) uint16_t K[STAGES][B_c * D], V[STAGES][B_c * D];
-  Tile tile;  // the next one
+  Tile tile, again;  // the next one, for the producer; one that has overflowed
   // full: the buffer's contents have arrived. empty: all its readers are done with it
   uint64_t q_full[Q_STAGES], q_empty[Q_STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
   uint64_t tile_full, tile_empty;
-  // The tiles whose Q_i are in the buffers; for STAY also whether consumer w has to find maxima to the end, and whether it has
-  // turned out that it should have
+  // The tiles whose Q_i are in the buffers: consumers find them there when q_full says that Q_i has come. For STAY also
+  // whether consumer w has to find maxima to the end, and whether it has turned out that it should have
   struct {
     Tile tile;
     int exact[CONSUMERS], overflowed;
@@ -148,6 +153,20 @@ DEVICE float row_maximum_of_three(const float (&S)[B_c / 2], int h) {
   const float of_thread = __int_as_float(max(top[0], top[1]));
   const float of_two = fmaxf(of_thread, __shfl_xor_sync(~0u, of_thread, 1));
   return fmaxf(of_two, __shfl_xor_sync(~0u, of_two, 2));
+}
+
+// mask() for both rows below a diagonal, of which row g + 8 sees 8 keys more: half of the comparisons.
+template <int B_c>
+DEVICE void mask_diagonal(float (&S)[B_c / 2], int end) {
+#pragma unroll
+  for (int c = -1; c < B_c / 8; ++c) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const bool unseen = 8 * c + e >= end;
+      if (c >= 0 && unseen) S[4 * c + e] = -INFINITY;
+      if (c + 1 < B_c / 8 && unseen) S[4 * (c + 1) + 2 + e] = -INFINITY;
+    }
+  }
 }
 
 // Whether one of the warp's rows has no maximum of 0 or above: then integers will not do.
@@ -246,20 +265,14 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], 4 * CONSUMERS);  // the consumers' warps
       mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], 4 * CONSUMERS);
     }
-    mbarrier_init(&s.tile_full, 1), mbarrier_init(&s.tile_empty, CONSUMERS * WARPGROUP + 1);  // and the producer
+    mbarrier_init(&s.tile_full, 1), mbarrier_init(&s.tile_empty, 1);
     mbarrier_init_fence();
   }
   __syncthreads();  // barriers initialised before anyone uses them
 
-  Ring<1> tiles;
-  const auto take_tile = [&] {  // the next one
-    mbarrier_wait(&s.tile_full, tiles.parity);
-    tiles.next();
-    return s.tile;
-  };
-
   if (warpgroup == 0) {
     registers_give<CONSUMERS == 2 ? 24 : 32>();
+    Ring<1> tiles;
     if (threadIdx.x == 32) {  // the scheduler
       Ring<Q_STAGES> q;
       const auto wait = [&] { mbarrier_wait(&s.tile_empty, tiles.parity ^ 1); };  // until the tile before is taken
@@ -270,23 +283,26 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
         tiles.next();
       };
       const auto hand_out = [&](Tile tile, int exact) {  // and then what had its buffer, if that has overflowed
-        for (;; exact = 1) {
+        for (;; exact = 1) {  // s.tile instead of tile: there are 24 registers
           give(tile);
-          if (tile.blocks <= 0) return;
           mbarrier_wait(&s.q_empty[q.index], q.parity ^ 1);
           auto& given = s.given[q.index];
-          const Tile before = given.tile;
           const bool again = STAY && given.overflowed;
+          if (again) s.again = given.tile;
+          given.tile = s.tile;
           if (STAY) {
-            given.tile = tile;
             given.overflowed = 0;
             for (int w = 0; w < CONSUMERS; ++w) given.exact[w] = exact;
           }
-          mbarrier_arrive_expect(&s.q_full[q.index], B_r * D * sizeof(T));
-          tma_load(s.Q[q.index], &q_map, &s.q_full[q.index], tile.row_0, tile.head, tile.b, EVICT_FIRST);
+          if (s.tile.blocks > 0) {
+            mbarrier_arrive_expect(&s.q_full[q.index], B_r * D * sizeof(T));
+            tma_load(s.Q[q.index], &q_map, &s.q_full[q.index], s.tile.row_0, s.tile.head, s.tile.b, EVICT_FIRST);
+          } else {
+            mbarrier_arrive(&s.q_full[q.index]);
+          }
           q.next();
           if (!again) return;
-          tile = before;
+          tile = s.again;
         }
       };
       const int all_heads = a.batch * a.heads;
@@ -312,11 +328,13 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
           ++right;
         }
       }
-      give({0, 0, 0, -1});
+      hand_out({0, 0, 0, -1}, 0);
     } else if (threadIdx.x == 0) {  // the producer
       Ring<STAGES> k, v;
       while (true) {
-        const Tile tile = take_tile();
+        mbarrier_wait(&s.tile_full, tiles.parity);
+        tiles.next();
+        const Tile tile = s.tile;
         if (tile.blocks <= 0) mbarrier_arrive(&s.tile_empty);
         if (tile.blocks < 0) break;
         const int kv_head = tile.head / (a.heads / a.kv_heads);
@@ -372,39 +390,53 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
   int add = 0;  // 0: P V_j is its tile's first, and O_i still holds the tile before
 
   while (true) {
-    Tile tile = take_tile();
-    if (Order<D>::MEET || STAY) __syncwarp();
-    if (STAY) tile.blocks = __shfl_sync(~0u, tile.blocks, 0);  // tells the compiler: one for all lanes
-    mbarrier_arrive(&s.tile_empty);
+    mbarrier_wait(&s.q_full[q.index], q.parity);
+    Tile tile = s.given[q.index].tile;
+    __syncwarp();
+    tile.blocks = __shfl_sync(~0u, tile.blocks, 0);  // tells the compiler: one for all lanes
     if (tile.blocks < 0) break;
-    const int row = tile.row_0 + wg * 64 + warp * 16 + g;
-    T* out = a.out_head<T>(tile.b, tile.head) + int64_t(row) * a.out_strides.row + 8 * t;
+    const auto out_of = [&](int row) { return a.out_head<T>(tile.b, tile.head) + int64_t(row) * a.out_strides.row + 8 * t; };
+    const int row_w = tile.row_0 + wg * 64, row = row_w + warp * 16 + g;
     if (tile.blocks == 0) {  // none of the rows sees a key
       for (int e = 0; e < D; e += 32) {
-        if (row < a.q_len) *reinterpret_cast<uint4*>(out + e) = make_uint4(0, 0, 0, 0);
-        if (row + 8 < a.q_len) *reinterpret_cast<uint4*>(out + 8 * a.out_strides.row + e) = make_uint4(0, 0, 0, 0);
+        if (row < a.q_len) *reinterpret_cast<uint4*>(out_of(row) + e) = make_uint4(0, 0, 0, 0);
+        if (row + 8 < a.q_len) *reinterpret_cast<uint4*>(out_of(row + 8) + e) = make_uint4(0, 0, 0, 0);
       }
+      arrive_as_warp(&s.q_empty[q.index]);
+      q.next();
       continue;
     }
-    const int row_w = tile.row_0 + wg * 64, first_sees = a.visible(row_w), last_sees = a.visible(row_w + 63);
-    const int seen[2] = {a.visible(row) - 2 * t, a.visible(row + 8) - 2 * t};  // counted from this thread's first column
-    const int whole = first_sees / B_c;                                        // all rows see all of the blocks before
 
     // The first S of this tile, beside the last P V_j of the one before. keys: how many of the block some row sees
     int j = tile.blocks - 1;
-    const bool half = HALF < B_c && last_sees <= j * B_c + HALF;
-    mbarrier_wait(&s.q_full[q.index], q.parity);
+    const bool half = HALF < B_c && a.visible(row_w + 63) <= j * B_c + HALF;
     mbarrier_wait(&s.k_full[k.index], k.parity);
     wait_for_turn();
+    int first_sees, whole, seen[2];  // whole: all rows see the blocks before. seen: counted from this thread's first column
+    float inverse[2];                // 1 / l_i of the tile before
+    const auto while_S_runs = [&] {
+      first_sees = a.visible(row_w);
+      whole = first_sees / B_c;
+      seen[0] = a.visible(row) - 2 * t;
+      seen[1] = a.visible(row + 8) - 2 * t;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float l = l_i[h];
+        l += __shfl_xor_sync(~0u, l, 1), l += __shfl_xor_sync(~0u, l, 2);
+        inverse[h] = l == 0.0f ? 0.0f : __fdividef(1.0f, l);
+      }
+    };
     const auto first_step = [&](auto keys) {
       begin_S<T, D, B_r, B_c, keys.value>(S, s.Q[q.index] + wg * 64 * 64, s.K[k.index]);  // line 8
       if (pending) {
         mbarrier_wait(&s.v_full[v.index], v.parity);
         begin_PV<T, D, B_c>(O_i, P, s.V[v.index], add);  // line 10
         pass_turn();
+        while_S_runs();
         wgmma_wait<1>();
       } else {
         pass_turn();
+        while_S_runs();
         wgmma_wait<0>();
       }
       keep_here(S);
@@ -414,21 +446,43 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     } else {
       first_step(std::integral_constant<int, B_c>{});
     }
-    arrive_as_warp(&s.k_empty[k.index]);  // S is complete: K_j has been read
-    k.next();
-    invert(l_i);
-    const float inverse[2] = {l_i[0], l_i[1]};
     m_i[0] = m_i[1] = -INFINITY;
     l_i[0] = l_i[1] = 0.0f;
     if (first_sees < (j + 1) * B_c) {
-      mask<B_c>(S, 0, seen[0] - j * B_c);
-      mask<B_c>(S, 1, seen[1] - j * B_c);
+      if (a.causal) {
+        mask_diagonal<B_c>(S, row + a.kv_len - a.q_len + 1 - 2 * t - j * B_c);
+      } else {
+        mask<B_c>(S, 0, seen[0] - j * B_c);
+        mask<B_c>(S, 1, seen[1] - j * B_c);
+      }
     }
-    softmax<true, B_c>(S, m_i, l_i, rescale, scale, {B_c, B_c});  // line 9; masked already
-    finish_PV(O_i, P);
-    if (pending) {
-      arrive_as_warp(&s.v_empty[v.index]);
-      v.next();
+    const auto end_tile_before = [&] {
+      finish_PV(O_i, P);
+      if (pending) {
+        arrive_as_warp(&s.v_empty[v.index]);
+        v.next();
+      }
+    };
+    float shift[2];
+    if constexpr (Order<D>::FIRST_BEFORE < 0) {
+      arrive_as_warp(&s.k_empty[k.index]);  // S is complete: K_j has been read
+      k.next();
+      softmax<true, B_c>(S, m_i, l_i, rescale, scale, {B_c, B_c});  // line 9; masked already
+      end_tile_before();
+    } else {
+      constexpr int BEFORE = Order<D>::FIRST_BEFORE;
+      float sum[2][2] = {};
+      new_maxima<Maxima::FLOATS, B_c>(S, m_i, rescale, shift, scale, false);  // line 9
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (m_i[h] == -INFINITY) shift[h] = 0.0f;  // no key so far: -inf - -inf would be NaN
+      exponentials<0, BEFORE, B_c>(S, sum, shift, scale);
+      arrive_after(&s.k_empty[k.index], sum[BEFORE > B_c / 4][1]);
+      k.next();
+      end_tile_before();
+      exponentials<BEFORE, B_c / 2, B_c>(S, sum, shift, scale);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) l_i[h] = sum[h][0] + sum[h][1];
     }
     make_P();
     add = 0;
@@ -436,7 +490,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     const auto write = [&] {  // the tile before, and this one becomes the next to be written
       if (pending) write_rows<D>(pending_out, a.out_strides.row, pending_rows, O_i, inverse);  // line 12
       pending = true;
-      pending_out = out;
+      pending_out = out_of(row);
       pending_rows = a.q_len - row;
     };
     if (tile.blocks == 1) write();
@@ -446,14 +500,16 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       mbarrier_wait(&s.k_full[k.index], k.parity);
       wait_for_turn();
       begin_S<T, D, B_r, B_c>(S, s.Q[q.index] + wg * 64 * 64, s.K[k.index]);  // line 8
-      if (!add) write();
+      const bool first = !add;
+      if (STAY && first) pass_turn();  // already: in the other kernel that was not faster
+      if (first) write();
       mbarrier_wait(&s.v_full[v.index], v.parity);
-      if (!add && half) {
+      if (first && half) {
         begin_PV<T, D, B_c, HALF>(O_i, P, s.V[v.index], add);  // line 10
       } else {
         begin_PV<T, D, B_c>(O_i, P, s.V[v.index], add);
       }
-      pass_turn();
+      if (!STAY || !first) pass_turn();
       add = 1;
       wgmma_wait<1>();
     };
@@ -468,32 +524,38 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       for (int i = 0; i < D / 2; ++i) O_i[i] *= rescale[i / 2 % 2];  // line 10
       make_P();
     }
-    int staying = STAY && tile.blocks >= ENOUGH ? max(j + 1 - EXACT, 0) : 0;  // the blocks in which the maximum stays
-    float shift[2];
-#pragma unroll 1
-    for (; j >= staying; --j) {
+    // The blocks in which the maximum stays: before them, the last of the steps with maxima decides on it
+    int staying = STAY && tile.blocks >= ENOUGH ? max(j + 1 - (a.causal ? EXACT_CAUSAL : EXACT), 0) : 0;
+    const auto exact_step = [&](auto deciding) {
       const bool negative = Order<D>::MAXIMA == Maxima::INTEGERS_ASK_FIRST && some_negative(m_i);
+      float most[2];
+      if constexpr (deciding.value) {
+        // For now in units of m_i: the share of what l_i will be if all keys are like those that the row has seen
+        const float share = (a.causal ? SHARE_CAUSAL : SHARE) * rsqrtf(tile.blocks) * tile.blocks * B_c;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          most[h] = __fdividef(share * l_i[h], seen[h] + 2 * t - (j + 1) * B_c);
+          most[h] += __shfl_xor_sync(~0u, most[h], 1);
+          most[h] += __shfl_xor_sync(~0u, most[h], 2);
+        }
+      }
       begin_step();
       constexpr int BEFORE = Order<D>::BEFORE;
       float sum[2][2] = {};
       new_maxima<Order<D>::MAXIMA, B_c>(S, m_i, rescale, shift, scale, negative);  // line 9
-      if (STAY && j <= staying + 1 && staying) {
-        // How many times l_i, of these first blocks, a P may be
-        const float share = sqrtf(tile.blocks) / (8 * (tile.blocks - 1 - j));
+      if constexpr (deciding.value) {
         volatile int* exact = &s.given[q.index].exact[wg];
-        if (j > staying) {  // one step earlier, so that the wait for a turn is between this and the other warps' look at it
-          const bool few = share * 4 * fminf(l_i[0] * rescale[0], l_i[1] * rescale[1]) < 2;
-          if (__popc(__ballot_sync(~0u, few)) > 12) *exact = 1;
-        } else if (*exact) {
+        const bool few = fminf(most[0] * rescale[0], most[1] * rescale[1]) < 2;  // a few large P make up these rows
+        if (__popc(__ballot_sync(~0u, few)) > 12) *exact = 1;
+        barrier_sync(1 + CONSUMERS + wg, WARPGROUP);  // all of its warps have said it
+        if (__shfl_sync(~0u, *exact, 0)) {
           staying = 0;
         } else {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            float l = l_i[h] * rescale[h];
-            l += __shfl_xor_sync(~0u, l, 1), l += __shfl_xor_sync(~0u, l, 2);
-            const float most = fminf(fmaxf(share * l, 1.0f), 64.0f);
-            shift[h] += __log2f(most / TOP<T>);
-            rescale[h] *= __fdividef(TOP<T>, most);
+            const float to = fminf(fmaxf(most[h] * rescale[h], 1.0f), 64.0f);
+            shift[h] += __log2f(to / TOP<T>);
+            rescale[h] *= __fdividef(TOP<T>, to);
           }
         }
       }
@@ -508,6 +570,16 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
 #pragma unroll
       for (int i = 0; i < D / 2; ++i) O_i[i] *= rescale[i / 2 % 2];  // line 10
       make_P();
+    };
+#pragma unroll 1
+    for (const int to = staying ? staying + 1 : 0; j >= to; --j) exact_step(std::false_type{});
+    if constexpr (STAY) {
+      if (staying) {
+        exact_step(std::true_type{});
+        --j;
+      }
+#pragma unroll 1
+      for (; !staying && j >= 0; --j) exact_step(std::false_type{});
     }
 #pragma unroll 1
     for (; STAY && j >= 0; --j) {
@@ -525,17 +597,17 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       if (__any_sync(~0u, top > __float_as_int(TOP<T>))) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float largest = fmaxf(row_maximum_of_three<B_c>(S, h), TOP<T>);
+          const float largest = row_maximum_of_three<B_c>(S, h);
+          if (!__any_sync(~0u, largest > TOP<T>)) continue;
           // Above 2^126 __fdividef() gives 0, and above 2^128 they are infinite: computed again
-          const float times = largest > 1e30f ? NAN : __fdividef(TOP<T>, largest);
-          shift[h] += __log2f(largest / TOP<T>);
+          const float grown = fmaxf(largest, TOP<T>), times = largest > 1e30f ? NAN : __fdividef(TOP<T>, grown);
+          shift[h] += __log2f(grown / TOP<T>);
           sum[h][0] *= times, sum[h][1] *= times;
 #pragma unroll
-          for (int i = 0; i < B_c / 4; ++i) S[i / 2 * 4 + 2 * h + i % 2] *= times;
-#pragma unroll
           for (int i = 0; i < D / 4; ++i) O_i[i / 2 * 4 + 2 * h + i % 2] *= times;  // line 10
+#pragma unroll
+          for (int i = h; i < B_c / 4; i += 2) P[i] = pack<T>(S[2 * i] * times, S[2 * i + 1] * times);
         }
-        make_P();
       }
       for (int h = 0; h < 2; ++h) l_i[h] = sum[h][0] + sum[h][1];
     }
@@ -583,7 +655,7 @@ static cudaError_t launch_tiles(const Attention& a, cudaStream_t stream) {
 // Tile sizes, as measured on an H200.
 template <typename T>
 static cudaError_t launch(const Attention& a, int head_dim, cudaStream_t stream) {
-  const bool stay = a.kv_len >= (a.causal ? 4096 : 2048);  // causal, a row sees half of that on average
+  const bool stay = a.kv_len >= 2048;
   switch (head_dim) {
     case 64:  // 192 rows: for each K and V fetched, half as much again is computed. But 512 rows are 2.67 of them, and a
               // causal diagonal wastes more: up to 1,024 rows 128 were faster there. Not causal, 192 were at 512 and 2,048
