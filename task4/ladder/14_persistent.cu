@@ -246,6 +246,16 @@ DEVICE void note_unless_finite(int* to, float x) {
       "r"(shared_address(to)) : "memory");
 }
 
+// invert() without a call for exact division, which has no place beside products.
+DEVICE void invert_fast(float (&inverse)[2], const float (&l_i)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float l = l_i[h];
+    l += __shfl_xor_sync(~0u, l, 1), l += __shfl_xor_sync(~0u, l, 2);
+    inverse[h] = l == 0.0f ? 0.0f : __fdividef(1.0f, l);
+  }
+}
+
 template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES, bool STAY>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1)
 attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CUtensorMap q_map,
@@ -419,12 +429,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       whole = first_sees / B_c;
       seen[0] = a.visible(row) - 2 * t;
       seen[1] = a.visible(row + 8) - 2 * t;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float l = l_i[h];
-        l += __shfl_xor_sync(~0u, l, 1), l += __shfl_xor_sync(~0u, l, 2);
-        inverse[h] = l == 0.0f ? 0.0f : __fdividef(1.0f, l);
-      }
+      invert_fast(inverse, l_i);
     };
     const auto first_step = [&](auto keys) {
       begin_S<T, D, B_r, B_c, keys.value>(S, s.Q[q.index] + wg * 64 * 64, s.K[k.index]);  // line 8
@@ -619,9 +624,10 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
   if (pending) {
     mbarrier_wait(&s.v_full[v.index], v.parity);
     begin_PV<T, D, B_c>(O_i, P, s.V[v.index], add);
-    invert(l_i);
+    float inverse[2];
+    invert_fast(inverse, l_i);
     end_PV();
-    write_rows<D>(pending_out, a.out_strides.row, pending_rows, O_i, l_i);
+    write_rows<D>(pending_out, a.out_strides.row, pending_rows, O_i, inverse);
   }
 }
 
