@@ -109,7 +109,8 @@ RUNGS: tuple[Rung, ...] = (
     Rung(12, "warp specialised", "12_warp_specialised.cu", "one warp loads, the others take its registers", **_WGMMA),
     Rung(13, "ping-pong", "13_ping_pong.cu", "one warpgroup's softmax runs beside another's products", **_WGMMA),
     Rung(
-        14, "persistent", "14_persistent.cu", "blocks stay; a tile's end overlaps the next one's beginning",
+        14, "persistent", "14_persistent.cu",
+        "blocks stay; a tile's end overlaps the next one's beginning; in long rows the maximum stays",
         workspace=_counter, **_WGMMA,
     ),
     Rung(
