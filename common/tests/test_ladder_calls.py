@@ -86,6 +86,17 @@ def test_nothing_to_compute(device, rung):
         assert not out.any()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_each_launch_gets_a_counter_of_its_own_that_is_0():
+    device = torch.device("cuda", torch.cuda.current_device())
+    got = [rungs.zero(device) for _ in range(2 * rungs._AT_ONCE + 1)]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        got.append(rungs.zero(device))
+    torch.cuda.synchronize()
+    assert len({counter.data_ptr() for counter in got}) == len(got)
+    assert not torch.cat(got).any()
+
+
 def test_dispatch_costs_at_most_10_microseconds():
     q, k, v = _qkv("cpu", 2, 64, 4, 128)
     cost = speed.host_cost(q, k, v, rung=3)

@@ -27,7 +27,7 @@
 //              three quarters of its speed at 16,384
 //   borders    what the first S of a tile does not need, like 1 / l_i of the tile before, is computed while it runs
 //   order      causal: the longest row blocks first, of as many heads as L2 holds K and V of; whoever is done takes the
-//              next one from a counter, which has to be zeroed by a launch of its own
+//              next one from a counter, the workspace, which is 0 at first
 //   diagonal   a warpgroup whose rows see none of the last 64 keys of their first block does not multiply them
 //   softmax    the tensor cores are done with P V_j when the softmax is somewhere in its exponentials. Waiting for them
 //              earlier is idle time, and later O_i and P are too late for the gaps that the exponentials leave. ptxas puts
@@ -651,7 +651,6 @@ static cudaError_t launch_tiles(const Attention& a, cudaStream_t stream) {
   if (plan.counted) {
     const int64_t in_l2 = (32 << 20) / (int64_t(a.kv_len) * D * 4) * (a.heads / a.kv_heads);
     plan.group = std::clamp<int64_t>(in_l2, 1, heads);
-    if ((error = cudaMemsetAsync(a.workspace, 0, sizeof(int), stream))) return error;
   }
   const int grid = std::min(multiprocessors, plan.tiles);
   kernel<<<grid, (1 + CONSUMERS) * WARPGROUP, bytes, stream>>>(a, q_map, k_map, v_map, plan);
