@@ -19,14 +19,20 @@ def run(
     cwd: Path,
     env: Mapping[str, str] | None = None,
 ) -> int | None:
-    """Run a command; each line that it writes goes to ``hear``.
+    """Run a command, and end it with all that it has started, also when ``hear`` raises.
 
     Args:
+        command: a program and its arguments.
         seconds: it is killed after so many.
+        hear: is given each line that it writes, to stdout or stderr.
+        cwd: the folder it runs in.
         env: its environment; this process's if None. Python in it does not buffer its lines.
 
     Returns:
         Its exit status, negative for a signal; None if it took too long.
+
+    Raises:
+        OSError: there is no such program or folder.
     """
     process = subprocess.Popen(
         command,

@@ -2,10 +2,13 @@
 
 import os
 import stat
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from common.check import child
 from common.staff import gpu_evidence
 
 TEST = ["-m", "task2.test"]
@@ -45,3 +48,19 @@ def test_a_job_that_hangs_is_stopped_and_told(tool, monkeypatch, capsys):
     told = gpu_evidence.sanitize("memcheck", TEST)
     assert not told["clean"] and told["summary"] == ["stopped after 0.5 s"]
     assert "rung 14" in capsys.readouterr().out
+
+
+def test_what_other_threads_run_can_be_ended(tmp_path: Path):
+    said: list[str] = []
+    command = ["sh", "-c", "echo on; sleep 60 & wait"]
+    thread = threading.Thread(
+        target=child.run, args=(command, 60, said.append), kwargs={"cwd": tmp_path}, daemon=True
+    )
+    thread.start()
+    until = time.monotonic() + 10
+    while not said and time.monotonic() < until:
+        time.sleep(0.01)
+    assert said == ["on"] and thread.is_alive()
+    child.end_all()
+    thread.join(10)
+    assert not thread.is_alive()
