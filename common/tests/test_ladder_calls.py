@@ -86,6 +86,17 @@ def test_nothing_to_compute(device, rung):
         assert not out.any()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_each_launch_gets_a_counter_of_its_own_that_is_0():
+    device = torch.device("cuda", torch.cuda.current_device())
+    got = [rungs.zero(device) for _ in range(2 * rungs._AT_ONCE + 1)]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        got.append(rungs.zero(device))
+    torch.cuda.synchronize()
+    assert len({counter.data_ptr() for counter in got}) == len(got)
+    assert not torch.cat(got).any()
+
+
 def test_dispatch_costs_at_most_10_microseconds():
     q, k, v = _qkv("cpu", 2, 64, 4, 128)
     cost = speed.host_cost(q, k, v, rung=3)
@@ -140,3 +151,22 @@ def test_the_rungs_and_their_files_agree():
             assert builder.architectures(rung.source) == (("sm_90a",) if rung.hopper else ()), rung
     assert [r.number for r in RUNGS] == list(range(1, len(RUNGS) + 1))
     assert set(rungs.FASTEST_FIRST) <= {r.number for r in RUNGS}
+
+
+HOPPER = [rung for rung in RUNGS if rung.hopper]
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a Hopper GPU",
+)
+@pytest.mark.parametrize("rung", HOPPER, ids=str)
+def test_what_is_no_number_stays_where_it_was(rung):
+    """A sum that is NaN must not be taken for one that can be mended by computing it again."""
+    for dtype in rung.dtypes:
+        q, k, v = _qkv("cuda", 1, 2304, 2, 64, dtype=dtype)
+        k[0, 40, 0] = torch.nan  # every row of head 0 sees it
+        q[0, 700, 1] = torch.inf
+        bad = ladder_attention(q, k, v, rung=rung.number).isnan().any(-1)[0]
+        assert bad[:, 0].all()
+        assert bad[:, 1].nonzero().flatten().tolist() == [700]

@@ -1,4 +1,4 @@
-// Rung 14, persistent: blocks stay, and one tile's end overlaps the next one's beginning.
+// Rung 14, persistent: blocks stay, one tile's end overlaps the next one's beginning, and in long rows the maximum stays.
 // architectures: sm_90a
 // FlashAttention-2 forward [FA2] arXiv:2307.08691, Algorithm 1, scheduled as in [FA3] arXiv:2407.08608, section 3.
 //
@@ -13,7 +13,7 @@
 //   head_dim 64, 128 or 256, scale above 0, pointers and strides multiples of 16 bytes: the caller has checked
 //
 //   line  8    S   = Q_i K_j^T                  wgmma, both operands from shared memory
-//   line  9    m'  = max(m_i, rowmax(S))        four lanes share a row: two shuffles
+//   line  9    m'  = max(m_i, rowmax(S))        four lanes share a row: two shuffles. In long rows soon left out, see below
 //              P   = exp(S - m'),  l_i = exp(m_i - m') l_i + rowsum(P)
 //   line 10    O_i = diag(exp(m_i - m')) O_i + P V_j      wgmma, P from registers
 //   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
@@ -25,16 +25,30 @@
 //              V_j. The last P V_j of a tile is issued behind the first S of the next one, and O_i is written beside the
 //              second. What is left of a tile's border costs about a step more: at 512 keys, four steps a tile, it runs at
 //              three quarters of its speed at 16,384
+//   borders    what the first S of a tile does not need, like 1 / l_i of the tile before, is computed while it runs
 //   order      causal: the longest row blocks first, of as many heads as L2 holds K and V of; whoever is done takes the
-//              next one from a counter, which has to be zeroed by a launch of its own
+//              next one from a counter, the workspace, which is 0 at first
 //   diagonal   a warpgroup whose rows see none of the last 64 keys of their first block does not multiply them
 //   softmax    the tensor cores are done with P V_j when the softmax is somewhere in its exponentials. Waiting for them
 //              earlier is idle time, and later O_i and P are too late for the gaps that the exponentials leave. ptxas puts
 //              the wait first unless something holds it back: arrive_after() below
 //   maximum    of three numbers by one instruction: row_maximum_of_three()
-//   What holds it now: beside wgmma the other instructions are slower, and a scheduler's two softmaxes need nearly all of
-//   the time that their products do (NOTES.md)
-//   tile sizes by head_dim and q_len: the table at the end of the file
+//   tile sizes by head_dim, q_len and kv_len: the table at the end of the file
+// What holds it: beside wgmma the other instructions are slower, and a scheduler's two softmaxes need nearly all of the time
+// that their products do (NOTES.md). So long rows do without the maximum.
+//
+// STAY: the maximum stays. exp(S - m) / sum(exp(S - m)) is the same for any m, which only has to keep P, l_i and O_i in range.
+// Looking for the maximum of S, and the scaling that follows, is a third of a softmax's instructions; nothing else can begin
+// before it is found; and after a few hundred keys it hardly ever moves. So from then on P = exp(S - m_i) with the m_i that is
+// there, and P is looked at: rowsum(P) has sums of four on its way, and where the largest of them is above TOP, the warp
+// scales P, O_i and l_i by TOP / max(P). ([FA4] arXiv:2603.05451 leaves such scaling out while it is by less than 256, but
+// still looks for the maximum.)
+//   precision   FlashAttention-2 rounds P to 16 bits, but the largest of a row, exp(0) = 1, is exact: with an m_i that is not
+//               the maximum it would be rounded too, and where it is much of its row that shows. So TOP stands for a share
+//               of l_i that does not: SHARE / sqrt(blocks) of what l_i will be if all keys are like the first ones
+//   overflow    a score may be above m_i by more than exp() can take. Then l_i is no number, and the scheduler hands the tile
+//               out again, to be computed with maxima
+//   few large P make up a row: m_i would have to move all the time. A warpgroup that finds such rows goes on with maxima
 //
 // Shared memory, with 1,024-byte alignment for the swizzle: Q_i twice, K_j and V_j in rings of two:
 //   (Q_STAGES B_r + 4 B_c) head_dim 2 bytes     64: 96 or 112 KiB,  128: 192 KiB,  256: 224 KiB with one Q_i
@@ -43,12 +57,22 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "attention.cuh"
 #include "hopper.cuh"
 #include "warpgroup.cuh"
 
 constexpr int STAGES = 2;  // of the rings of K and V
+
+// STAY: the blocks that a tile must have to be worth it; its steps with maxima behind the masked ones; and SHARE / sqrt(blocks)
+// of l_i is what a P may be. Causal, the largest errors are those of rows with few keys, so there may be more of it.
+constexpr int ENOUGH = 6;
+constexpr int EXACT = 3, EXACT_CAUSAL = 2;
+constexpr float SHARE = 1.0f / 8, SHARE_CAUSAL = 1.0f / 6;
+// What P stays below. In fp16 it may be 64 times smaller than with m_i = max, and must not lose bits.
+template <typename T>
+constexpr float TOP = std::is_same_v<T, __half> ? 64.0f : 1.0f;
 
 // ptxas orders these 400 instructions as it likes, and how well they fill each other's gaps is up to 5 % of the speed. What
 // can be said is said here: the best of those tried with nvcc 13.0 on an H200, for each head_dim (NOTES.md).
@@ -63,20 +87,24 @@ template <>
 struct Order<64> {
   static constexpr int BEFORE = 8;       // of a thread's B_c / 2 exponentials: those before the wait for P V_j
   static constexpr bool L_FIRST = true;  // the sum begins with what l_i was, and does not end with it
-  static constexpr bool MEET = false;    // a warp's threads meet when they have taken a tile
   static constexpr Maxima MAXIMA = Maxima::INTEGERS_ASK_FIRST;
+  static constexpr int STAY_BEFORE = 16;   // BEFORE where the maximum stays
+  static constexpr int FIRST_BEFORE = -1;  // and in a tile's first step. -1: as ptxas likes
 };
 template <>
 struct Order<128> {
   static constexpr int BEFORE = 52;
-  static constexpr bool L_FIRST = true, MEET = true;
+  static constexpr bool L_FIRST = true;
   static constexpr Maxima MAXIMA = Maxima::INTEGERS;
+  static constexpr int STAY_BEFORE = 32, FIRST_BEFORE = 32;
 };
 template <>
 struct Order<256> {
   static constexpr int BEFORE = 20;
-  static constexpr bool L_FIRST = false, MEET = true;
+  static constexpr bool L_FIRST = false;
   static constexpr Maxima MAXIMA = Maxima::FLOATS;
+  static constexpr int STAY_BEFORE = 0;  // never: all registers are taken
+  static constexpr int FIRST_BEFORE = -1;
 };
 
 // What the scheduler hands out. blocks: of K and V; -1: no more tiles
@@ -89,10 +117,16 @@ struct Shared {
   static constexpr int B_r = 64 * CONSUMERS;
   alignas(1024) uint16_t Q[Q_STAGES][B_r * D];
   alignas(1024) uint16_t K[STAGES][B_c * D], V[STAGES][B_c * D];
-  Tile tile;  // the next one
+  Tile tile, again;  // the next one, for the producer; one that has overflowed
   // full: the buffer's contents have arrived. empty: all its readers are done with it
   uint64_t q_full[Q_STAGES], q_empty[Q_STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
   uint64_t tile_full, tile_empty;
+  // The tiles whose Q_i are in the buffers: consumers find them there when q_full says that Q_i has come. For STAY also
+  // whether consumer w has to find maxima to the end, and whether it has turned out that it should have
+  struct {
+    Tile tile;
+    int exact[CONSUMERS], overflowed;
+  } given[Q_STAGES];
 };
 
 // The order of the tiles. Heads come in groups; of a group, first one row block of each head, then the next of each. Block b
@@ -119,6 +153,20 @@ DEVICE float row_maximum_of_three(const float (&S)[B_c / 2], int h) {
   const float of_thread = __int_as_float(max(top[0], top[1]));
   const float of_two = fmaxf(of_thread, __shfl_xor_sync(~0u, of_thread, 1));
   return fmaxf(of_two, __shfl_xor_sync(~0u, of_two, 2));
+}
+
+// mask() for both rows below a diagonal, of which row g + 8 sees 8 keys more: half of the comparisons.
+template <int B_c>
+DEVICE void mask_diagonal(float (&S)[B_c / 2], int end) {
+#pragma unroll
+  for (int c = -1; c < B_c / 8; ++c) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const bool unseen = 8 * c + e >= end;
+      if (c >= 0 && unseen) S[4 * c + e] = -INFINITY;
+      if (c + 1 < B_c / 8 && unseen) S[4 * (c + 1) + 2 + e] = -INFINITY;
+    }
+  }
 }
 
 // Whether one of the warp's rows has no maximum of 0 or above: then integers will not do.
@@ -168,7 +216,47 @@ DEVICE void exponentials(float (&S)[B_c / 2], float (&sum)[2][2], const float (&
   }
 }
 
-template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES>
+// For STAY: the exponentials FROM ... TO - 1, and the largest sum of four of them, in bits: no sum is negative.
+template <int FROM, int TO, int B_c>
+DEVICE void watched_exponentials(float (&S)[B_c / 2], float (&sum)[2][2], int& top, const float (&shift)[2], float scale) {
+  static_assert(FROM % 8 == 0 && TO % 8 == 0);
+#pragma unroll
+  for (int n = FROM; n < TO; n += 8) {
+    const int h = n / (B_c / 4), i = n % (B_c / 4);
+    float four[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float* s = &S[(i + 4 * e) / 2 * 4 + 2 * h];
+#pragma unroll
+      for (int c : {0, 1, 4, 5}) s[c] = fast_exp2(fmaf(s[c], scale, -shift[h]));
+      four[e] = (s[0] + s[1]) + (s[4] + s[5]);
+      sum[h][e] += four[e];
+    }
+    top = __vimax3_s32(top, __float_as_int(four[0]), __float_as_int(four[1]));
+  }
+}
+
+// Stores 1 if x is infinite or NaN: predicated, since a branch at its place makes ptxas serialise the products before it.
+DEVICE void note_unless_finite(int* to, float x) {
+  asm volatile(
+      "{\n.reg .pred finite;\n"
+      "setp.lt.f32 finite, %0, 0f7F800000;\n"
+      "@!finite st.shared.u32 [%1], 1;\n"
+      "bar.warp.sync -1;\n}" ::"f"(x),
+      "r"(shared_address(to)) : "memory");
+}
+
+// invert() without a call for exact division, which has no place beside products.
+DEVICE void invert_fast(float (&inverse)[2], const float (&l_i)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float l = l_i[h];
+    l += __shfl_xor_sync(~0u, l, 1), l += __shfl_xor_sync(~0u, l, 2);
+    inverse[h] = l == 0.0f ? 0.0f : __fdividef(1.0f, l);
+  }
+}
+
+template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES, bool STAY>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1)
 attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CUtensorMap q_map,
                  const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map, const Plan plan) {
@@ -179,38 +267,53 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // the shuffle tells the compiler: one for all lanes
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&q_map, &k_map, &v_map}) tma_prefetch(map);
-    for (int i = 0; i < Q_STAGES; ++i) mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], 4 * CONSUMERS);
+    for (int i = 0; i < Q_STAGES; ++i) {
+      mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], 4 * CONSUMERS);
+      if (STAY) s.given[i].overflowed = 0;
+    }
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], 4 * CONSUMERS);  // the consumers' warps
       mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], 4 * CONSUMERS);
     }
-    mbarrier_init(&s.tile_full, 1), mbarrier_init(&s.tile_empty, CONSUMERS * WARPGROUP + 1);  // and the producer
+    mbarrier_init(&s.tile_full, 1), mbarrier_init(&s.tile_empty, 1);
     mbarrier_init_fence();
   }
   __syncthreads();  // barriers initialised before anyone uses them
 
-  Ring<1> tiles;
-  const auto take_tile = [&] {  // the next one
-    mbarrier_wait(&s.tile_full, tiles.parity);
-    tiles.next();
-    return s.tile;
-  };
-
   if (warpgroup == 0) {
     registers_give<CONSUMERS == 2 ? 24 : 32>();
+    Ring<1> tiles;
     if (threadIdx.x == 32) {  // the scheduler
       Ring<Q_STAGES> q;
       const auto wait = [&] { mbarrier_wait(&s.tile_empty, tiles.parity ^ 1); };  // until the tile before is taken
-      const auto hand_out = [&](Tile tile) {
+      const auto give = [&](const Tile& tile) {
         wait();
         s.tile = tile;
         mbarrier_arrive(&s.tile_full);
         tiles.next();
-        if (tile.blocks <= 0) return;
-        mbarrier_wait(&s.q_empty[q.index], q.parity ^ 1);
-        mbarrier_arrive_expect(&s.q_full[q.index], B_r * D * sizeof(T));
-        tma_load(s.Q[q.index], &q_map, &s.q_full[q.index], tile.row_0, tile.head, tile.b, EVICT_FIRST);
-        q.next();
+      };
+      const auto hand_out = [&](Tile tile, int exact) {  // and then what had its buffer, if that has overflowed
+        for (;; exact = 1) {  // s.tile instead of tile: there are 24 registers
+          give(tile);
+          mbarrier_wait(&s.q_empty[q.index], q.parity ^ 1);
+          auto& given = s.given[q.index];
+          const bool again = STAY && given.overflowed;
+          if (again) s.again = given.tile;
+          given.tile = s.tile;
+          if (STAY) {
+            given.overflowed = 0;
+            for (int w = 0; w < CONSUMERS; ++w) given.exact[w] = exact;
+          }
+          if (s.tile.blocks > 0) {
+            mbarrier_arrive_expect(&s.q_full[q.index], B_r * D * sizeof(T));
+            tma_load(s.Q[q.index], &q_map, &s.q_full[q.index], s.tile.row_0, s.tile.head, s.tile.b, EVICT_FIRST);
+          } else {
+            mbarrier_arrive(&s.q_full[q.index]);
+          }
+          q.next();
+          if (!again) return;
+          tile = s.again;
+        }
       };
       const int all_heads = a.batch * a.heads;
       for (int tile = blockIdx.x; tile < plan.tiles;) {
@@ -219,15 +322,29 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
         const int i = tile - first * plan.row_blocks, block = i / heads, head = first + i % heads;
         const int row_0 = (plan.counted ? plan.row_blocks - 1 - block : block) * B_r;
         const int blocks = ceil_div(a.visible(min(row_0 + B_r, a.q_len) - 1), B_c), b = head / a.heads;
-        hand_out({row_0, head - b * a.heads, b, blocks});
+        hand_out({row_0, head - b * a.heads, b, blocks}, 0);
         wait();  // counted: whoever is done first gets the next one, so no earlier than necessary
         tile = gridDim.x + (plan.counted ? atomicAdd(static_cast<int*>(a.workspace), 1) : tile);
       }
-      hand_out({0, 0, 0, -1});
+      for (int right = STAY ? 0 : Q_STAGES; right < Q_STAGES;) {  // of the last tiles
+        Ring<Q_STAGES> last = q;
+        for (int i = 0; i < right; ++i) last.next();
+        mbarrier_wait(&s.q_empty[last.index], last.parity ^ 1);
+        if (s.given[last.index].overflowed) {
+          s.given[last.index].overflowed = 0;
+          hand_out(s.given[last.index].tile, 1);
+          right = 0;
+        } else {
+          ++right;
+        }
+      }
+      hand_out({0, 0, 0, -1}, 0);
     } else if (threadIdx.x == 0) {  // the producer
       Ring<STAGES> k, v;
       while (true) {
-        const Tile tile = take_tile();
+        mbarrier_wait(&s.tile_full, tiles.parity);
+        tiles.next();
+        const Tile tile = s.tile;
         if (tile.blocks <= 0) mbarrier_arrive(&s.tile_empty);
         if (tile.blocks < 0) break;
         const int kv_head = tile.head / (a.heads / a.kv_heads);
@@ -283,38 +400,48 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
   int add = 0;  // 0: P V_j is its tile's first, and O_i still holds the tile before
 
   while (true) {
-    const Tile tile = take_tile();
-    if (Order<D>::MEET) __syncwarp();
-    mbarrier_arrive(&s.tile_empty);
+    mbarrier_wait(&s.q_full[q.index], q.parity);
+    Tile tile = s.given[q.index].tile;
+    __syncwarp();
+    tile.blocks = __shfl_sync(~0u, tile.blocks, 0);  // tells the compiler: one for all lanes
     if (tile.blocks < 0) break;
-    const int row = tile.row_0 + wg * 64 + warp * 16 + g;
-    T* out = a.out_head<T>(tile.b, tile.head) + int64_t(row) * a.out_strides.row + 8 * t;
+    const auto out_of = [&](int row) { return a.out_head<T>(tile.b, tile.head) + int64_t(row) * a.out_strides.row + 8 * t; };
+    const int row_w = tile.row_0 + wg * 64, row = row_w + warp * 16 + g;
     if (tile.blocks == 0) {  // none of the rows sees a key
       for (int e = 0; e < D; e += 32) {
-        if (row < a.q_len) *reinterpret_cast<uint4*>(out + e) = make_uint4(0, 0, 0, 0);
-        if (row + 8 < a.q_len) *reinterpret_cast<uint4*>(out + 8 * a.out_strides.row + e) = make_uint4(0, 0, 0, 0);
+        if (row < a.q_len) *reinterpret_cast<uint4*>(out_of(row) + e) = make_uint4(0, 0, 0, 0);
+        if (row + 8 < a.q_len) *reinterpret_cast<uint4*>(out_of(row + 8) + e) = make_uint4(0, 0, 0, 0);
       }
+      arrive_as_warp(&s.q_empty[q.index]);
+      q.next();
       continue;
     }
-    const int row_w = tile.row_0 + wg * 64, first_sees = a.visible(row_w), last_sees = a.visible(row_w + 63);
-    const int seen[2] = {a.visible(row) - 2 * t, a.visible(row + 8) - 2 * t};  // counted from this thread's first column
-    const int whole = first_sees / B_c;                                        // all rows see all of the blocks before
 
     // The first S of this tile, beside the last P V_j of the one before. keys: how many of the block some row sees
     int j = tile.blocks - 1;
-    const bool half = HALF < B_c && last_sees <= j * B_c + HALF;
-    mbarrier_wait(&s.q_full[q.index], q.parity);
+    const bool half = HALF < B_c && a.visible(row_w + 63) <= j * B_c + HALF;
     mbarrier_wait(&s.k_full[k.index], k.parity);
     wait_for_turn();
+    int first_sees, whole, seen[2];  // whole: all rows see the blocks before. seen: counted from this thread's first column
+    float inverse[2];                // 1 / l_i of the tile before
+    const auto while_S_runs = [&] {
+      first_sees = a.visible(row_w);
+      whole = first_sees / B_c;
+      seen[0] = a.visible(row) - 2 * t;
+      seen[1] = a.visible(row + 8) - 2 * t;
+      invert_fast(inverse, l_i);
+    };
     const auto first_step = [&](auto keys) {
       begin_S<T, D, B_r, B_c, keys.value>(S, s.Q[q.index] + wg * 64 * 64, s.K[k.index]);  // line 8
       if (pending) {
         mbarrier_wait(&s.v_full[v.index], v.parity);
         begin_PV<T, D, B_c>(O_i, P, s.V[v.index], add);  // line 10
         pass_turn();
+        while_S_runs();
         wgmma_wait<1>();
       } else {
         pass_turn();
+        while_S_runs();
         wgmma_wait<0>();
       }
       keep_here(S);
@@ -324,21 +451,43 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     } else {
       first_step(std::integral_constant<int, B_c>{});
     }
-    arrive_as_warp(&s.k_empty[k.index]);  // S is complete: K_j has been read
-    k.next();
-    invert(l_i);
-    const float inverse[2] = {l_i[0], l_i[1]};
     m_i[0] = m_i[1] = -INFINITY;
     l_i[0] = l_i[1] = 0.0f;
     if (first_sees < (j + 1) * B_c) {
-      mask<B_c>(S, 0, seen[0] - j * B_c);
-      mask<B_c>(S, 1, seen[1] - j * B_c);
+      if (a.causal) {
+        mask_diagonal<B_c>(S, row + a.kv_len - a.q_len + 1 - 2 * t - j * B_c);
+      } else {
+        mask<B_c>(S, 0, seen[0] - j * B_c);
+        mask<B_c>(S, 1, seen[1] - j * B_c);
+      }
     }
-    softmax<true, B_c>(S, m_i, l_i, rescale, scale, {B_c, B_c});  // line 9; masked already
-    finish_PV(O_i, P);
-    if (pending) {
-      arrive_as_warp(&s.v_empty[v.index]);
-      v.next();
+    const auto end_tile_before = [&] {
+      finish_PV(O_i, P);
+      if (pending) {
+        arrive_as_warp(&s.v_empty[v.index]);
+        v.next();
+      }
+    };
+    float shift[2];
+    if constexpr (Order<D>::FIRST_BEFORE < 0) {
+      arrive_as_warp(&s.k_empty[k.index]);  // S is complete: K_j has been read
+      k.next();
+      softmax<true, B_c>(S, m_i, l_i, rescale, scale, {B_c, B_c});  // line 9; masked already
+      end_tile_before();
+    } else {
+      constexpr int BEFORE = Order<D>::FIRST_BEFORE;
+      float sum[2][2] = {};
+      new_maxima<Maxima::FLOATS, B_c>(S, m_i, rescale, shift, scale, false);  // line 9
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (m_i[h] == -INFINITY) shift[h] = 0.0f;  // no key so far: -inf - -inf would be NaN
+      exponentials<0, BEFORE, B_c>(S, sum, shift, scale);
+      arrive_after(&s.k_empty[k.index], sum[BEFORE > B_c / 4][1]);
+      k.next();
+      end_tile_before();
+      exponentials<BEFORE, B_c / 2, B_c>(S, sum, shift, scale);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) l_i[h] = sum[h][0] + sum[h][1];
     }
     make_P();
     add = 0;
@@ -346,7 +495,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     const auto write = [&] {  // the tile before, and this one becomes the next to be written
       if (pending) write_rows<D>(pending_out, a.out_strides.row, pending_rows, O_i, inverse);  // line 12
       pending = true;
-      pending_out = out;
+      pending_out = out_of(row);
       pending_rows = a.q_len - row;
     };
     if (tile.blocks == 1) write();
@@ -356,14 +505,16 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       mbarrier_wait(&s.k_full[k.index], k.parity);
       wait_for_turn();
       begin_S<T, D, B_r, B_c>(S, s.Q[q.index] + wg * 64 * 64, s.K[k.index]);  // line 8
-      if (!add) write();
+      const bool first = !add;
+      if (STAY && first) pass_turn();  // already: in the other kernel that was not faster
+      if (first) write();
       mbarrier_wait(&s.v_full[v.index], v.parity);
-      if (!add && half) {
+      if (first && half) {
         begin_PV<T, D, B_c, HALF>(O_i, P, s.V[v.index], add);  // line 10
       } else {
         begin_PV<T, D, B_c>(O_i, P, s.V[v.index], add);
       }
-      pass_turn();
+      if (!STAY || !first) pass_turn();
       add = 1;
       wgmma_wait<1>();
     };
@@ -378,13 +529,41 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       for (int i = 0; i < D / 2; ++i) O_i[i] *= rescale[i / 2 % 2];  // line 10
       make_P();
     }
-#pragma unroll 1
-    for (; j >= 0; --j) {
+    // The blocks in which the maximum stays: before them, the last of the steps with maxima decides on it
+    int staying = STAY && tile.blocks >= ENOUGH ? max(j + 1 - (a.causal ? EXACT_CAUSAL : EXACT), 0) : 0;
+    const auto exact_step = [&](auto deciding) {
       const bool negative = Order<D>::MAXIMA == Maxima::INTEGERS_ASK_FIRST && some_negative(m_i);
+      float most[2];
+      if constexpr (deciding.value) {
+        // For now in units of m_i: the share of what l_i will be if all keys are like those that the row has seen
+        const float share = (a.causal ? SHARE_CAUSAL : SHARE) * rsqrtf(tile.blocks) * tile.blocks * B_c;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          most[h] = __fdividef(share * l_i[h], seen[h] + 2 * t - (j + 1) * B_c);
+          most[h] += __shfl_xor_sync(~0u, most[h], 1);
+          most[h] += __shfl_xor_sync(~0u, most[h], 2);
+        }
+      }
       begin_step();
       constexpr int BEFORE = Order<D>::BEFORE;
-      float shift[2], sum[2][2] = {};
+      float sum[2][2] = {};
       new_maxima<Order<D>::MAXIMA, B_c>(S, m_i, rescale, shift, scale, negative);  // line 9
+      if constexpr (deciding.value) {
+        volatile int* exact = &s.given[q.index].exact[wg];
+        const bool few = fminf(most[0] * rescale[0], most[1] * rescale[1]) < 2;  // a few large P make up these rows
+        if (__popc(__ballot_sync(~0u, few)) > 12) *exact = 1;
+        barrier_sync(1 + CONSUMERS + wg, WARPGROUP);  // all of its warps have said it
+        if (__shfl_sync(~0u, *exact, 0)) {
+          staying = 0;
+        } else {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float to = fminf(fmaxf(most[h] * rescale[h], 1.0f), 64.0f);
+            shift[h] += __log2f(to / TOP<T>);
+            rescale[h] *= __fdividef(TOP<T>, to);
+          }
+        }
+      }
       if (Order<D>::L_FIRST) sum[0][0] = l_i[0] * rescale[0], sum[1][0] = l_i[1] * rescale[1];
       exponentials<0, BEFORE, B_c>(S, sum, shift, scale);
       arrive_after(&s.k_empty[k.index], sum[BEFORE > B_c / 4][1]);
@@ -396,7 +575,48 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
 #pragma unroll
       for (int i = 0; i < D / 2; ++i) O_i[i] *= rescale[i / 2 % 2];  // line 10
       make_P();
+    };
+#pragma unroll 1
+    for (const int to = staying ? staying + 1 : 0; j >= to; --j) exact_step(std::false_type{});
+    if constexpr (STAY) {
+      if (staying) {
+        exact_step(std::true_type{});
+        --j;
+      }
+#pragma unroll 1
+      for (; !staying && j >= 0; --j) exact_step(std::false_type{});
     }
+#pragma unroll 1
+    for (; STAY && j >= 0; --j) {
+      begin_step();
+      keep_here(S);
+      constexpr int BEFORE = Order<D>::STAY_BEFORE;
+      float sum[2][2] = {{l_i[0], 0.0f}, {l_i[1], 0.0f}};
+      int top = 0;
+      watched_exponentials<0, BEFORE, B_c>(S, sum, top, shift, scale);  // line 9
+      arrive_after(&s.k_empty[k.index], sum[BEFORE > B_c / 4][1]);
+      k.next();
+      end_PV();
+      watched_exponentials<BEFORE, B_c / 2, B_c>(S, sum, top, shift, scale);
+      make_P();
+      if (__any_sync(~0u, top > __float_as_int(TOP<T>))) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float largest = row_maximum_of_three<B_c>(S, h);
+          if (!__any_sync(~0u, largest > TOP<T>)) continue;
+          // Above 2^126 __fdividef() gives 0, and above 2^128 they are infinite: computed again
+          const float grown = fmaxf(largest, TOP<T>), times = largest > 1e30f ? NAN : __fdividef(TOP<T>, grown);
+          shift[h] += __log2f(grown / TOP<T>);
+          sum[h][0] *= times, sum[h][1] *= times;
+#pragma unroll
+          for (int i = 0; i < D / 4; ++i) O_i[i / 2 * 4 + 2 * h + i % 2] *= times;  // line 10
+#pragma unroll
+          for (int i = h; i < B_c / 4; i += 2) P[i] = pack<T>(S[2 * i] * times, S[2 * i + 1] * times);
+        }
+      }
+      for (int h = 0; h < 2; ++h) l_i[h] = sum[h][0] + sum[h][1];
+    }
+    if (STAY) note_unless_finite(&s.given[q.index].overflowed, staying ? l_i[0] + l_i[1] : 0.0f);
     arrive_as_warp(&s.q_empty[q.index]);
     q.next();
   }
@@ -404,13 +624,14 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
   if (pending) {
     mbarrier_wait(&s.v_full[v.index], v.parity);
     begin_PV<T, D, B_c>(O_i, P, s.V[v.index], add);
-    invert(l_i);
+    float inverse[2];
+    invert_fast(inverse, l_i);
     end_PV();
-    write_rows<D>(pending_out, a.out_strides.row, pending_rows, O_i, l_i);
+    write_rows<D>(pending_out, a.out_strides.row, pending_rows, O_i, inverse);
   }
 }
 
-template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES>
+template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES, bool STAY = false>
 static cudaError_t launch_tiles(const Attention& a, cudaStream_t stream) {
   constexpr int B_r = 64 * CONSUMERS, bytes = sizeof(Shared<D, CONSUMERS, B_c, Q_STAGES>);
   static_assert(bytes <= 227 * 1024, "what a block can have");
@@ -419,7 +640,7 @@ static cudaError_t launch_tiles(const Attention& a, cudaStream_t stream) {
   if ((error = make_tensor_map<T>(&q_map, a.q, a.q_strides, a.batch, a.q_len, a.heads, D, B_r))) return error;
   if ((error = make_tensor_map<T>(&k_map, a.k, a.k_strides, a.batch, a.kv_len, a.kv_heads, D, B_c))) return error;
   if ((error = make_tensor_map<T>(&v_map, a.v, a.v_strides, a.batch, a.kv_len, a.kv_heads, D, B_c))) return error;
-  const auto kernel = attention_kernel<T, D, CONSUMERS, B_c, Q_STAGES>;
+  const auto kernel = attention_kernel<T, D, CONSUMERS, B_c, Q_STAGES, STAY>;
   if ((error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))) return error;
   int device, multiprocessors;
   if ((error = cudaGetDevice(&device))) return error;
@@ -430,7 +651,6 @@ static cudaError_t launch_tiles(const Attention& a, cudaStream_t stream) {
   if (plan.counted) {
     const int64_t in_l2 = (32 << 20) / (int64_t(a.kv_len) * D * 4) * (a.heads / a.kv_heads);
     plan.group = std::clamp<int64_t>(in_l2, 1, heads);
-    if ((error = cudaMemsetAsync(a.workspace, 0, sizeof(int), stream))) return error;
   }
   const int grid = std::min(multiprocessors, plan.tiles);
   kernel<<<grid, (1 + CONSUMERS) * WARPGROUP, bytes, stream>>>(a, q_map, k_map, v_map, plan);
@@ -440,12 +660,16 @@ static cudaError_t launch_tiles(const Attention& a, cudaStream_t stream) {
 // Tile sizes, as measured on an H200.
 template <typename T>
 static cudaError_t launch(const Attention& a, int head_dim, cudaStream_t stream) {
+  const bool stay = a.kv_len >= 2048;
   switch (head_dim) {
     case 64:  // 192 rows: for each K and V fetched, half as much again is computed. But 512 rows are 2.67 of them, and a
-              // causal diagonal wastes more: up to 1,024 rows 128 were faster there. Not causal, 192 always were (NOTES.md)
+              // causal diagonal wastes more: up to 1,024 rows 128 were faster there. Not causal, 192 were at 512 and 2,048
+              // (NOTES.md)
       if (a.q_len <= (a.causal ? 1024 : 128)) return launch_tiles<T, 64, 2, 128, 2>(a, stream);
+      if (stay) return launch_tiles<T, 64, 3, 128, 2, true>(a, stream);
       return launch_tiles<T, 64, 3, 128, 2>(a, stream);
     case 128:  // O_i 64, S 64 and P 32 of 240 registers; all of 192 KiB
+      if (stay) return launch_tiles<T, 128, 2, 128, 2, true>(a, stream);
       return launch_tiles<T, 128, 2, 128, 2>(a, stream);
     case 256:  // O_i alone has 128 registers, Q_i 64 KiB: more than 80 keys, or a second Q_i, there is no room for
       return launch_tiles<T, 256, 2, 80, 1>(a, stream);

@@ -372,12 +372,12 @@ def _accuracy(
                 if options.head_dim and head_dim not in options.head_dim:
                     continue
                 status.update(f"{kind}: precision of {rung}")
-                shape = (2, 2048 if rung.number > 3 else 1024, 8, head_dim)
                 worst: dict[str, float] = {}
                 for what in inputs:
                     for causal in (False, True):
                         rng = Rng(options.seed, "cuda", "precision", what)
                         try:
+                            shape = accuracy.shape_for(rung, head_dim, causal)
                             ratios = accuracy.compare(rung, what, rng, shape, dtype, causal)
                         except RuntimeError as error:
                             console.print(f"{rung}, {what}: {str(error).splitlines()[0]}")

@@ -120,6 +120,13 @@ def make_inputs(
     return tuple(t.to(dtype) for t in (q, k, v))
 
 
+def shape_for(rung: Rung, head_dim: int, causal: bool) -> tuple[int, int, int, int]:
+    """(batch, rows, heads, head_dim) of a comparison; long rows, which a rung may treat in its own way."""
+    if rung.number <= 3:
+        return 4, 1024, 8, head_dim
+    return (2, 4096, 8, head_dim) if causal else (4, 2048, 8, head_dim)
+
+
 def compare(
     rung: Rung,
     kind: str,

@@ -9,7 +9,7 @@ A rung is compiled when it is first called.
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ class Rung:
         hopper: it uses wgmma and TMA: it runs on ``capability`` alone, and not on the CPU.
         vector: bytes to which pointers and strides must be aligned for its loads.
         tf32: it takes float32 tensors, but multiplies them rounded to tf32.
-        workspace: bytes of scratch memory, by ``(batch, heads, kv_heads, q_len, kv_len, head_dim)`` and causal.
+        workspace: bytes of scratch memory, by ``(batch, heads, kv_heads, q_len, kv_len, head_dim)``.
+        counter: its workspace is an int that is 0, if causal.
         shared_memory: bytes that a block takes, by head_dim, if that is more than every GPU of ``capability`` has.
     """
 
@@ -54,7 +55,8 @@ class Rung:
     hopper: bool = False
     vector: int = 16
     tf32: bool = False
-    workspace: Callable[[tuple[int, int, int, int, int, int], bool], int] | None = None
+    workspace: Callable[[tuple[int, int, int, int, int, int]], int] | None = None
+    counter: bool = False
     shared_memory: Mapping[int, int] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
@@ -76,12 +78,7 @@ class Rung:
 _ALL = (FP32, FP16, BF16)
 
 
-def _counter(sizes: tuple[int, int, int, int, int, int], causal: bool) -> int:
-    """Rung 14's, of the tiles that are taken: causal ones differ in length."""
-    return 4 if causal else 0
-
-
-def _split_keys_and_values(sizes: tuple[int, int, int, int, int, int], causal: bool) -> int:
+def _split_keys_and_values(sizes: tuple[int, int, int, int, int, int]) -> int:
     """Rung 15's ``Record`` for each tile of K and of V, which is 8,192 numbers."""
     batch, _, kv_heads, _, kv_len, head_dim = sizes
     tiles = -(-kv_len // (8192 // head_dim))
@@ -109,8 +106,9 @@ RUNGS: tuple[Rung, ...] = (
     Rung(12, "warp specialised", "12_warp_specialised.cu", "one warp loads, the others take its registers", **_WGMMA),
     Rung(13, "ping-pong", "13_ping_pong.cu", "one warpgroup's softmax runs beside another's products", **_WGMMA),
     Rung(
-        14, "persistent", "14_persistent.cu", "blocks stay; a tile's end overlaps the next one's beginning",
-        workspace=_counter, **_WGMMA,
+        14, "persistent", "14_persistent.cu",
+        "blocks stay; a tile's end overlaps the next one's beginning; in long rows the maximum stays",
+        counter=True, **_WGMMA,
     ),
     Rung(
         15, "fp32", "15_fp32.cu", "float32 in parts of 16 bits on wgmma, as accurate as float32", (FP32,),
@@ -212,7 +210,8 @@ class Call:
         self.rung = _fastest(q, k, v, least) if rung is None else _named(rung, q, k, v)
         self._out = dict(size=(batch, q_len, heads, head_dim), dtype=q.dtype, device=q.device)
         self._nothing = not (batch and q_len and heads and kv_len)
-        self._scratch = self.rung.workspace(sizes, causal) if self.rung.workspace else 0
+        self._scratch = self.rung.workspace(sizes) if self.rung.workspace else 0
+        self._counted = self.rung.counter and causal
         self._kernels = kernels(self.rung)
         contiguous = Strides(q_len * heads * head_dim, heads * head_dim, head_dim)
         self._numbers = dict(
@@ -232,13 +231,35 @@ class Call:
         return out
 
     def allocate(self) -> tuple[Tensor, Tensor | None]:
-        """The output, and the rung's workspace if it wants one, not initialised."""
+        """The output, and the rung's workspace if it wants one, not initialised unless it is a counter."""
         out = torch.empty(**self._out)
+        if self._counted:
+            return out, zero(out.device)
         if not self._scratch:
             return out, None
         return out, torch.empty(self._scratch, dtype=torch.uint8, device=out.device)
 
 
+def zero(device: torch.device) -> Tensor:
+    """An int32 on this GPU that is 0, and that no launch has been given before.
+
+    To zero one for each launch would be a launch of its own, 1 us of the GPU's time: so many are zeroed at once. Where
+    a CUDA graph is captured that is what has to be, since a replay gets the same one again.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    # On one stream they are zeroed before they are counted up.
+    stream = torch.cuda.current_stream(device).cuda_stream
+    found = next(_zeros.get((device, stream), iter(())), None)
+    if found is None:
+        zeros = torch.zeros(_AT_ONCE, dtype=torch.int32, device=device)
+        _zeros[device, stream] = (zeros[i : i + 1] for i in range(_AT_ONCE))
+        found = next(_zeros[device, stream])
+    return found
+
+
+_zeros: dict[tuple[torch.device, int], Iterator[Tensor]] = {}
+_AT_ONCE = 1024
 _calls: dict[tuple[Any, ...], Call] = {}
 _MOST_CALLS = 4096
 

@@ -12,7 +12,14 @@ from common.build import BuildError, builder, library
 from common.check import Case, CheckFailed, Suite, assert_close
 from common.check.attention import attention_float64, attention_pytorch
 from task4.ladder import rungs
-from task4.ladder.accuracy import ALLOWED, INPUTS, by_fused_float32, compare, yardstick
+from task4.ladder.accuracy import (
+    ALLOWED,
+    INPUTS,
+    by_fused_float32,
+    compare,
+    shape_for,
+    yardstick,
+)
 from task4.ladder.rungs import BF16, FP16, FP32, RUNGS, by_number, ladder_attention
 
 suite = Suite(
@@ -39,6 +46,11 @@ SHAPES = [
     Case("growing scores", why="the first maximum is far below the row's", devices=CUDA, dtypes=(FP16, BF16), batch=2, heads=4, kv_heads=2, q_len=1100, drift=(60.0, 0.0)),
     Case("growing negative scores", why="no score is above 0: compared as integers, the smallest would be the largest, and P too large for fp16", devices=CUDA, dtypes=(FP16, BF16), batch=2, heads=4, q_len=1100, drift=(-20.0, -240.0)),
     Case("growing negative scores, causal", why="rows with one key, and others with many", devices=CUDA, dtypes=(FP16, BF16), batch=2, heads=8, q_len=1100, drift=(-20.0, -240.0), causal=True),
+    Case("scores that grow in long rows", why="a maximum that stays has to move in every block", devices=CUDA, dtypes=(FP16, BF16), batch=1, heads=4, kv_heads=2, q_len=300, kv_len=4300, drift=(60.0, 0.0)),
+    Case("a cliff", why="one of the last keys to come has a score 0 to 200 above the others: what stays has to move, or exp() overflows", devices=CUDA, dtypes=(FP16, BF16), batch=1, heads=30, kv_heads=5, q_len=1000, kv_len=4300, cliff=200.0),
+    Case("a cliff, causal", why="the same below a diagonal, and each block has several tiles", devices=CUDA, dtypes=(FP16, BF16), batch=2, heads=30, kv_heads=6, q_len=1000, kv_len=5100, cliff=200.0, causal=True),
+    Case("a small cliff", why="the same for compute-sanitizer", devices=CUDA, dtypes=(FP16, BF16), small=True, batch=1, heads=1, q_len=140, kv_len=2100, cliff=200.0),
+    Case("large scores in long rows", why="a row is a few large weights, and its maximum moves all the time", devices=CUDA, dtypes=(FP16,), small=True, batch=1, heads=1, q_len=140, kv_len=2100, scale=4.0),
     Case("long, causal", why="tiles above the diagonal are skipped", batch=1, heads=2, q_len=515, causal=True),
     Case("some lengths", why="other edges of tiles in each run", head_dims=(64,), dtypes=(FP16,), devices=("cpu",), batch=1, heads=1, lengths=6, causal=True),
     Case("own scale", why="the factor of the scores is an argument", head_dims=(64,), dtypes=(FP32, FP16), devices=CUDA, batch=1, heads=1, q_len=40, kv_len=150, factor=0.03),
@@ -49,6 +61,8 @@ SHAPES = [
     Case("S 1024, causal", why="as it is timed", devices=CUDA, batch=2, heads=4, q_len=1024, causal=True),
     Case("S 1000, few kv heads", why="8 heads share 2 of keys and values", devices=CUDA, batch=3, heads=8, kv_heads=2, q_len=1000, causal=True),
     Case("S 4095", why="many tiles, and a ragged last one", devices=CUDA, batch=1, heads=2, q_len=4095, causal=True),
+    Case("S 2111", why="as it is timed, with a ragged end", devices=CUDA, dtypes=(FP16, BF16), batch=2, heads=4, q_len=2111),
+    Case("S 4500, causal", why="as it is timed, with a ragged end", devices=CUDA, dtypes=(FP16, BF16), batch=1, heads=5, q_len=4500, causal=True),
     Case("several groups of heads", why="more tiles than multiprocessors, of more heads than L2 holds, are taken from a counter", devices=CUDA, batch=2, heads=21, kv_heads=7, q_len=700, kv_len=8200, causal=True),
     Case("large, slices of one qkv tensor", why="strides that are no multiple of a tile", devices=CUDA, batch=2, heads=3, q_len=515, layout="fused", causal=True),
     Case("large, heads first", why="(batch, heads, seq, head_dim) in memory", devices=CUDA, batch=2, heads=3, q_len=515, layout="heads first"),
@@ -222,6 +236,8 @@ def _random_qkv(case, rng, q_len, kv_len):
         k[:, huge] *= 100
     if drift := v.get("drift"):
         _let_drift(q, k, *drift)
+    if cliff := v.get("cliff"):
+        _raise_one_key(q, k, cliff)
     return q, k, value
 
 
@@ -238,6 +254,13 @@ def _begin_of_longer(t):
     longer = t.new_full((t.shape[0], t.shape[1] + 100, *t.shape[2:]), torch.nan)
     longer[:, : t.shape[1]] = t
     return longer[:, : t.shape[1]]
+
+
+def _raise_one_key(q, k, most):
+    """Add 0 in the first row to ``most`` in the last to the scores of key 40, which is in the first block."""
+    q[..., 0] = torch.linspace(0, 8, q.shape[1], device=q.device)[:, None].to(q.dtype)
+    k[..., 0] = 0
+    k[:, 40, :, 0] = most * k.shape[3] ** 0.5 / 8
 
 
 def _far_apart(randn, batch, rows, heads, d):
@@ -268,7 +291,7 @@ def _accuracy_cases():
                             f"rung {rung.number:02}, {kind}, {SHORT[dtype]}, head_dim {head_dim}, {mask}",
                             why=f"at most {ALLOWED[dtype]} times the loss of {yardstick(dtype)}",
                             devices=_devices(rung, CUDA), rung=rung.number, kind=kind, dtype=dtype,
-                            head_dim=head_dim, causal=causal, shape=(4, 2048 if rung.number > 3 else 1024, 8, head_dim),
+                            head_dim=head_dim, causal=causal, shape=shape_for(rung, head_dim, causal),
                         )  # fmt: skip
 
 
