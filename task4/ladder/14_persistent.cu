@@ -117,7 +117,9 @@ struct Shared {
   static constexpr int B_r = 64 * CONSUMERS;
   alignas(1024) uint16_t Q[Q_STAGES][B_r * D];
   alignas(1024) uint16_t K[STAGES][B_c * D], V[STAGES][B_c * D];
-  Tile tile, again;  // the next one, for the producer; one that has overflowed
+  uint16_t O[D < 256 ? B_r * D : 1];  // a warp's 16 rows together, on their way out
+  Tile tile, again;            // the next one, for the producer; one that has overflowed
+  Tile before[4 * CONSUMERS];  // a warp's tile that is not written yet
   // full: the buffer's contents have arrived. empty: all its readers are done with it
   uint64_t q_full[Q_STAGES], q_empty[Q_STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
   uint64_t tile_full, tile_empty;
@@ -216,6 +218,13 @@ DEVICE void exponentials(float (&S)[B_c / 2], float (&sum)[2][2], const float (&
   }
 }
 
+// Four 8 x 8 matrices of 16-bit values, by the lane layout of wgmma's d, to shared memory: rows 0 ... 7 of matrix m to where
+// lanes 8 m ... 8 m + 7 say.
+DEVICE void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
 // For STAY: the exponentials FROM ... TO - 1, and the largest sum of four of them, in bits: no sum is negative.
 template <int FROM, int TO, int B_c>
 DEVICE void watched_exponentials(float (&S)[B_c / 2], float (&sum)[2][2], int& top, const float (&shift)[2], float scale) {
@@ -256,17 +265,43 @@ DEVICE void invert_fast(float (&inverse)[2], const float (&l_i)[2]) {
   }
 }
 
+// Line 12 for the 16 rows of a warp, packed and laid out for TMA in `O`, which takes them from there.
+template <typename T, int D>
+DEVICE void store_rows(uint16_t* O, const CUtensorMap* map, const Tile& tile, int row, const float (&O_i)[D / 2],
+                       const float (&factor)[2]) {
+  tma_store_wait();  // the tile before has left
+  __syncwarp();
+  // Of four 8 x 8 matrices, rows 0 ... 7 and 8 ... 15 of 16 columns, a lane says where one row goes: row lane % 16, and of its
+  // chunks of 8 columns chunk c + lane / 16, swizzled
+  const int lane = threadIdx.x % 32;
+  const uint32_t to = shared_address(O) + lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+  for (int c = 0; c < D / 8; c += 2) {
+    uint32_t x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = O_i + 4 * (c + i / 2) + 2 * (i % 2);
+      x[i] = pack<T>(pair[0] * factor[i % 2], pair[1] * factor[i % 2]);
+    }
+    store_matrices((to ^ c % 8 * 16) + c / 8 * (16 * 128), x);
+  }
+  fence_async_proxy();
+  __syncwarp();
+  if (lane == 0) tma_store(map, O, tile.row_0 + row, tile.head, tile.b);
+}
+
 template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES, bool STAY>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1)
 attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CUtensorMap q_map,
-                 const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map, const Plan plan) {
+                 const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
+                 const __grid_constant__ CUtensorMap out_map, const Plan plan) {
   constexpr int B_r = 64 * CONSUMERS, HALF = B_c == 128 ? 64 : B_c;
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& s = *reinterpret_cast<Shared<D, CONSUMERS, B_c, Q_STAGES>*>(raw);
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // the shuffle tells the compiler: one for all lanes
   if (threadIdx.x == 0) {
-    for (const CUtensorMap* map : {&q_map, &k_map, &v_map}) tma_prefetch(map);
+    for (const CUtensorMap* map : {&q_map, &k_map, &v_map, &out_map}) tma_prefetch(map);
     for (int i = 0; i < Q_STAGES; ++i) {
       mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], 4 * CONSUMERS);
       if (STAY) s.given[i].overflowed = 0;
@@ -393,10 +428,20 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     v.next();
   };
 
-  // The tile that still lacks its last P V_j, and is not written.
-  bool pending = false;
-  T* pending_out = nullptr;
-  int pending_rows = 0;
+  bool pending = false;  // a tile still lacks its last P V_j, and is not written
+  const auto out_of = [&](const Tile& tile, int row) {
+    return a.out_head<T>(tile.b, tile.head) + int64_t(row) * a.out_strides.row + 8 * t;
+  };
+  const auto write_pending = [&](const float (&inverse)[2]) {  // line 12
+    const Tile& tile = s.before[wg * 4 + warp];
+    const int row_in_tile = wg * 64 + warp * 16;
+    if constexpr (D < 256) {
+      store_rows<T, D>(s.O + (wg * 4 + warp) * 16 * D, &out_map, tile, row_in_tile, O_i, inverse);
+    } else {
+      const int row = tile.row_0 + row_in_tile + g;
+      write_rows<D>(out_of(tile, row), a.out_strides.row, a.q_len - row, O_i, inverse);
+    }
+  };
   int add = 0;  // 0: P V_j is its tile's first, and O_i still holds the tile before
 
   while (true) {
@@ -405,12 +450,11 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     __syncwarp();
     tile.blocks = __shfl_sync(~0u, tile.blocks, 0);  // tells the compiler: one for all lanes
     if (tile.blocks < 0) break;
-    const auto out_of = [&](int row) { return a.out_head<T>(tile.b, tile.head) + int64_t(row) * a.out_strides.row + 8 * t; };
     const int row_w = tile.row_0 + wg * 64, row = row_w + warp * 16 + g;
     if (tile.blocks == 0) {  // none of the rows sees a key
       for (int e = 0; e < D; e += 32) {
-        if (row < a.q_len) *reinterpret_cast<uint4*>(out_of(row) + e) = make_uint4(0, 0, 0, 0);
-        if (row + 8 < a.q_len) *reinterpret_cast<uint4*>(out_of(row + 8) + e) = make_uint4(0, 0, 0, 0);
+        if (row < a.q_len) *reinterpret_cast<uint4*>(out_of(tile, row) + e) = make_uint4(0, 0, 0, 0);
+        if (row + 8 < a.q_len) *reinterpret_cast<uint4*>(out_of(tile, row + 8) + e) = make_uint4(0, 0, 0, 0);
       }
       arrive_as_warp(&s.q_empty[q.index]);
       q.next();
@@ -493,10 +537,9 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     add = 0;
 
     const auto write = [&] {  // the tile before, and this one becomes the next to be written
-      if (pending) write_rows<D>(pending_out, a.out_strides.row, pending_rows, O_i, inverse);  // line 12
+      if (pending) write_pending(inverse);
       pending = true;
-      pending_out = out_of(row);
-      pending_rows = a.q_len - row;
+      s.before[wg * 4 + warp] = s.given[q.index].tile;
     };
     if (tile.blocks == 1) write();
 
@@ -506,7 +549,6 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       wait_for_turn();
       begin_S<T, D, B_r, B_c>(S, s.Q[q.index] + wg * 64 * 64, s.K[k.index]);  // line 8
       const bool first = !add;
-      if (STAY && first) pass_turn();  // already: in the other kernel that was not faster
       if (first) write();
       mbarrier_wait(&s.v_full[v.index], v.parity);
       if (first && half) {
@@ -514,7 +556,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       } else {
         begin_PV<T, D, B_c>(O_i, P, s.V[v.index], add);
       }
-      if (!STAY || !first) pass_turn();
+      pass_turn();
       add = 1;
       wgmma_wait<1>();
     };
@@ -627,7 +669,8 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     float inverse[2];
     invert_fast(inverse, l_i);
     end_PV();
-    write_rows<D>(pending_out, a.out_strides.row, pending_rows, O_i, inverse);
+    write_pending(inverse);
+    tma_store_wait();
   }
 }
 
@@ -635,11 +678,12 @@ template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES, bool STAY = f
 static cudaError_t launch_tiles(const Attention& a, cudaStream_t stream) {
   constexpr int B_r = 64 * CONSUMERS, bytes = sizeof(Shared<D, CONSUMERS, B_c, Q_STAGES>);
   static_assert(bytes <= 227 * 1024, "what a block can have");
-  CUtensorMap q_map, k_map, v_map;
+  CUtensorMap q_map, k_map, v_map, out_map;
   cudaError_t error;
   if ((error = make_tensor_map<T>(&q_map, a.q, a.q_strides, a.batch, a.q_len, a.heads, D, B_r))) return error;
   if ((error = make_tensor_map<T>(&k_map, a.k, a.k_strides, a.batch, a.kv_len, a.kv_heads, D, B_c))) return error;
   if ((error = make_tensor_map<T>(&v_map, a.v, a.v_strides, a.batch, a.kv_len, a.kv_heads, D, B_c))) return error;
+  if ((error = make_tensor_map<T>(&out_map, a.out, a.out_strides, a.batch, a.q_len, a.heads, D, 16))) return error;
   const auto kernel = attention_kernel<T, D, CONSUMERS, B_c, Q_STAGES, STAY>;
   if ((error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))) return error;
   int device, multiprocessors;
@@ -653,7 +697,7 @@ static cudaError_t launch_tiles(const Attention& a, cudaStream_t stream) {
     plan.group = std::clamp<int64_t>(in_l2, 1, heads);
   }
   const int grid = std::min(multiprocessors, plan.tiles);
-  kernel<<<grid, (1 + CONSUMERS) * WARPGROUP, bytes, stream>>>(a, q_map, k_map, v_map, plan);
+  kernel<<<grid, (1 + CONSUMERS) * WARPGROUP, bytes, stream>>>(a, q_map, k_map, v_map, out_map, plan);
   return cudaGetLastError();
 }
 
