@@ -26,6 +26,7 @@
 //              second. What is left of a tile's border costs about a step more: at 512 keys, four steps a tile, it runs at
 //              three quarters of its speed at 16,384
 //   borders    what the first S of a tile does not need, like 1 / l_i of the tile before, is computed while it runs
+//   output     the next P V_j has to wait until O_i is out of its registers. By way of shared memory and TMA that is soonest
 //   order      causal: the longest row blocks first, of as many heads as L2 holds K and V of; whoever is done takes the
 //              next one from a counter, the workspace, which is 0 at first
 //   diagonal   a warpgroup whose rows see none of the last 64 keys of their first block does not multiply them
@@ -50,8 +51,8 @@
 //               out again, to be computed with maxima
 //   few large P make up a row: m_i would have to move all the time. A warpgroup that finds such rows goes on with maxima
 //
-// Shared memory, with 1,024-byte alignment for the swizzle: Q_i twice, K_j and V_j in rings of two:
-//   (Q_STAGES B_r + 4 B_c) head_dim 2 bytes     64: 96 or 112 KiB,  128: 192 KiB,  256: 224 KiB with one Q_i
+// Shared memory, with 1,024-byte alignment for the swizzle: Q_i twice, K_j and V_j in rings of two, O_i on its way out:
+//   (Q_STAGES B_r + 4 B_c + B_r) head_dim 2 bytes     64: 112 or 136 KiB,  128: 224 KiB,  256: 224 KiB, one Q_i and no O_i
 // Registers: launched with 65,536 / threads for each. Then the producer's warpgroup keeps 24 (32), and each of 2 (3)
 // consumers has 240 (160): O_i head_dim / 2, S B_c / 2, P B_c / 4.
 #include <cuda_runtime.h>
@@ -78,8 +79,7 @@ constexpr float TOP = std::is_same_v<T, __half> ? 64.0f : 1.0f;
 // can be said is said here: the best of those tried with nvcc 13.0 on an H200, for each head_dim (NOTES.md).
 // Maxima: of two floats or of three integers at a time, see new_maxima().
 enum class Maxima { FLOATS,
-                    INTEGERS,
-                    INTEGERS_ASK_FIRST };
+                    INTEGERS };
 
 template <int D>
 struct Order;
@@ -87,16 +87,16 @@ template <>
 struct Order<64> {
   static constexpr int BEFORE = 8;       // of a thread's B_c / 2 exponentials: those before the wait for P V_j
   static constexpr bool L_FIRST = true;  // the sum begins with what l_i was, and does not end with it
-  static constexpr Maxima MAXIMA = Maxima::INTEGERS_ASK_FIRST;
+  static constexpr Maxima MAXIMA = Maxima::INTEGERS;
   static constexpr int STAY_BEFORE = 16;   // BEFORE where the maximum stays
-  static constexpr int FIRST_BEFORE = -1;  // and in a tile's first step. -1: as ptxas likes
+  static constexpr int FIRST_BEFORE = 24;  // and in a tile's first step
 };
 template <>
 struct Order<128> {
   static constexpr int BEFORE = 52;
   static constexpr bool L_FIRST = true;
   static constexpr Maxima MAXIMA = Maxima::INTEGERS;
-  static constexpr int STAY_BEFORE = 32, FIRST_BEFORE = 32;
+  static constexpr int STAY_BEFORE = 32, FIRST_BEFORE = 20;
 };
 template <>
 struct Order<256> {
@@ -104,7 +104,7 @@ struct Order<256> {
   static constexpr bool L_FIRST = false;
   static constexpr Maxima MAXIMA = Maxima::FLOATS;
   static constexpr int STAY_BEFORE = 0;  // never: all registers are taken
-  static constexpr int FIRST_BEFORE = -1;
+  static constexpr int FIRST_BEFORE = 20;
 };
 
 // What the scheduler hands out. blocks: of K and V; -1: no more tiles
@@ -117,9 +117,9 @@ struct Shared {
   static constexpr int B_r = 64 * CONSUMERS;
   alignas(1024) uint16_t Q[Q_STAGES][B_r * D];
   alignas(1024) uint16_t K[STAGES][B_c * D], V[STAGES][B_c * D];
-  uint16_t O[D < 256 ? B_r * D : 1];  // a warp's 16 rows together, on their way out
-  Tile tile, again;            // the next one, for the producer; one that has overflowed
-  Tile before[4 * CONSUMERS];  // a warp's tile that is not written yet
+  uint16_t O[D < 256 ? B_r * D : 1];  // on its way out, the 16 rows of a warp together
+  Tile tile, again;  // the next one, for the producer; one that has overflowed
+  Tile before[4 * CONSUMERS];  // what each of the consumers' warps has yet to write
   // full: the buffer's contents have arrived. empty: all its readers are done with it
   uint64_t q_full[Q_STAGES], q_empty[Q_STAGES], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
   uint64_t tile_full, tile_empty;
@@ -175,7 +175,7 @@ DEVICE void mask_diagonal(float (&S)[B_c / 2], int end) {
 DEVICE bool some_negative(const float (&m)[2]) { return __any_sync(~0u, fminf(m[0], m[1]) < 0.0f); }
 
 // Line 9 in two parts. First the maxima: rescale is the factor that O_i is due, shift what an exponential subtracts. negative:
-// some_negative(m_i), if it has been asked.
+// some_negative(m_i), asked before S was there.
 template <Maxima MAXIMA, int B_c>
 DEVICE void new_maxima(float (&S)[B_c / 2], float (&m_i)[2], float (&rescale)[2], float (&shift)[2], float scale,
                        bool negative) {
@@ -187,12 +187,7 @@ DEVICE void new_maxima(float (&S)[B_c / 2], float (&m_i)[2], float (&rescale)[2]
   };
   const auto in_floats = [&](int h) { return row_maximum<B_c>(S, h); };
   const auto in_integers = [&](int h) { return row_maximum_of_three<B_c>(S, h); };
-  if (MAXIMA == Maxima::FLOATS) {
-    find(in_floats);
-  } else if (MAXIMA == Maxima::INTEGERS) {
-    find(in_integers);
-    if (some_negative(m_new)) find(in_floats);
-  } else if (negative) {
+  if (MAXIMA == Maxima::FLOATS || negative) {
     find(in_floats);
   } else {
     find(in_integers);
@@ -216,13 +211,6 @@ DEVICE void exponentials(float (&S)[B_c / 2], float (&sum)[2][2], const float (&
     s = fast_exp2(fmaf(s, scale, -shift[h]));
     sum[h][i % 2] += s;
   }
-}
-
-// Four 8 x 8 matrices of 16-bit values, by the lane layout of wgmma's d, to shared memory: rows 0 ... 7 of matrix m to where
-// lanes 8 m ... 8 m + 7 say.
-DEVICE void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-               : "memory");
 }
 
 // For STAY: the exponentials FROM ... TO - 1, and the largest sum of four of them, in bits: no sum is negative.
@@ -265,14 +253,14 @@ DEVICE void invert_fast(float (&inverse)[2], const float (&l_i)[2]) {
   }
 }
 
-// Line 12 for the 16 rows of a warp, packed and laid out for TMA in `O`, which takes them from there.
+// Line 12 for a warp's 16 rows, from `row` of the tile on: packed in O as TMA loads a tile, and TMA takes them from there.
 template <typename T, int D>
 DEVICE void store_rows(uint16_t* O, const CUtensorMap* map, const Tile& tile, int row, const float (&O_i)[D / 2],
                        const float (&factor)[2]) {
   tma_store_wait();  // the tile before has left
   __syncwarp();
-  // Of four 8 x 8 matrices, rows 0 ... 7 and 8 ... 15 of 16 columns, a lane says where one row goes: row lane % 16, and of its
-  // chunks of 8 columns chunk c + lane / 16, swizzled
+  // Four 8 x 8 matrices at a time, 16 columns of both halves of the rows: a lane says where row lane % 16 of chunk
+  // c + lane / 16 stands. c is even, so that adding it and the swizzle can change places
   const int lane = threadIdx.x % 32;
   const uint32_t to = shared_address(O) + lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16;
 #pragma unroll
@@ -428,16 +416,18 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     v.next();
   };
 
-  bool pending = false;  // a tile still lacks its last P V_j, and is not written
+  bool pending = false;  // a tile still lacks its last P V_j, and is not written: `before`
+  Tile& before = s.before[wg * 4 + warp];
   const auto out_of = [&](const Tile& tile, int row) {
     return a.out_head<T>(tile.b, tile.head) + int64_t(row) * a.out_strides.row + 8 * t;
   };
   const auto write_pending = [&](const float (&inverse)[2]) {  // line 12
-    const Tile& tile = s.before[wg * 4 + warp];
     const int row_in_tile = wg * 64 + warp * 16;
     if constexpr (D < 256) {
-      store_rows<T, D>(s.O + (wg * 4 + warp) * 16 * D, &out_map, tile, row_in_tile, O_i, inverse);
+      store_rows<T, D>(s.O + row_in_tile * D, &out_map, before, row_in_tile, O_i, inverse);
     } else {
+      const Tile tile = before;
+      __syncwarp();  // all lanes have read it
       const int row = tile.row_0 + row_in_tile + g;
       write_rows<D>(out_of(tile, row), a.out_strides.row, a.q_len - row, O_i, inverse);
     }
@@ -513,33 +503,27 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       }
     };
     float shift[2];
-    if constexpr (Order<D>::FIRST_BEFORE < 0) {
-      arrive_as_warp(&s.k_empty[k.index]);  // S is complete: K_j has been read
-      k.next();
-      softmax<true, B_c>(S, m_i, l_i, rescale, scale, {B_c, B_c});  // line 9; masked already
-      end_tile_before();
-    } else {
-      constexpr int BEFORE = Order<D>::FIRST_BEFORE;
-      float sum[2][2] = {};
-      new_maxima<Maxima::FLOATS, B_c>(S, m_i, rescale, shift, scale, false);  // line 9
+    constexpr int BEFORE = Order<D>::FIRST_BEFORE;
+    float sum[2][2] = {};
+    new_maxima<Maxima::FLOATS, B_c>(S, m_i, rescale, shift, scale, false);  // line 9
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        if (m_i[h] == -INFINITY) shift[h] = 0.0f;  // no key so far: -inf - -inf would be NaN
-      exponentials<0, BEFORE, B_c>(S, sum, shift, scale);
-      arrive_after(&s.k_empty[k.index], sum[BEFORE > B_c / 4][1]);
-      k.next();
-      end_tile_before();
-      exponentials<BEFORE, B_c / 2, B_c>(S, sum, shift, scale);
+    for (int h = 0; h < 2; ++h)
+      if (m_i[h] == -INFINITY) shift[h] = 0.0f;  // no key so far: -inf - -inf would be NaN
+    exponentials<0, BEFORE, B_c>(S, sum, shift, scale);
+    arrive_after(&s.k_empty[k.index], sum[BEFORE > B_c / 4][1]);
+    k.next();
+    end_tile_before();
+    exponentials<BEFORE, B_c / 2, B_c>(S, sum, shift, scale);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) l_i[h] = sum[h][0] + sum[h][1];
-    }
+    for (int h = 0; h < 2; ++h) l_i[h] = sum[h][0] + sum[h][1];
     make_P();
     add = 0;
 
     const auto write = [&] {  // the tile before, and this one becomes the next to be written
       if (pending) write_pending(inverse);
       pending = true;
-      s.before[wg * 4 + warp] = s.given[q.index].tile;
+      if (lane == 0) before = s.given[q.index].tile;
+      __syncwarp();
     };
     if (tile.blocks == 1) write();
 
@@ -574,7 +558,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     // The blocks in which the maximum stays: before them, the last of the steps with maxima decides on it
     int staying = STAY && tile.blocks >= ENOUGH ? max(j + 1 - (a.causal ? EXACT_CAUSAL : EXACT), 0) : 0;
     const auto exact_step = [&](auto deciding) {
-      const bool negative = Order<D>::MAXIMA == Maxima::INTEGERS_ASK_FIRST && some_negative(m_i);
+      const bool negative = Order<D>::MAXIMA == Maxima::INTEGERS && some_negative(m_i);
       float most[2];
       if constexpr (deciding.value) {
         // For now in units of m_i: the share of what l_i will be if all keys are like those that the row has seen

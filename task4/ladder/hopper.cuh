@@ -1,6 +1,7 @@
 // What Hopper (sm_90a) adds, as functions: one PTX instruction each, or the few that belong together.
 //
-//   TMA        one thread asks for a whole tile; it lands in shared memory, swizzled, and an mbarrier counts its bytes
+//   TMA        one thread asks for a whole tile; it lands in shared memory, swizzled, and an mbarrier counts its bytes. Or
+//              the other way
 //   mbarrier   full: the tile has landed; empty: its readers are done. A waiter passes the parity of the phase it waits for
 //   wgmma      the four warps of a warpgroup multiply a 64 x 16 tile by a 16 x N one; it runs while they do other things
 //   registers  a warpgroup hands registers back, another one takes them
@@ -20,11 +21,11 @@
 
 #include "tensor.cuh"
 
-// ---- Tensor maps (host): what a TMA load needs to know of a tensor. Passed by value as __grid_constant__.
+// ---- Tensor maps (host): what TMA needs to know of a tensor. Passed by value as __grid_constant__.
 
 // A (batch, rows, heads, head_dim) tensor in boxes of box_rows rows of one head, as five dimensions: (the 64 values, or 32
 // floats, that are 128 bytes; row; 128 bytes of a row; head; batch), so that one load brings a tile in the layout above. Rows
-// past the end are zeros. Pointer and strides have to be multiples of 16 bytes.
+// past the end are loaded as zeros, and not stored. Pointer and strides have to be multiples of 16 bytes.
 template <typename T>
 inline cudaError_t make_tensor_map(CUtensorMap* map, const void* data, Strides strides, int batch, int rows, int heads,
                                    int head_dim, int box_rows) {
@@ -100,8 +101,7 @@ DEVICE void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, int ro
       : "memory");
 }
 
-// The other way: rows row... of one head from shared memory, but none past the end. Asynchronous: this thread's stores have read
-// what they store after tma_store_wait().
+// Rows row... of one head from shared memory. What this thread has stored so may be overwritten after a tma_store_wait().
 DEVICE void tma_store(const CUtensorMap* map, const void* from, int row, int head, int b) {
   asm volatile(
       "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %2, %4, %5}], [%1];\n"
@@ -112,6 +112,16 @@ DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" :
 
 // What threads have written becomes visible to TMA by this and a barrier.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- Warps: four 8 x 8 matrices of 16-bit values to shared memory
+
+// x[i]: two values of matrix i, in a thread row g, columns 2 t, 2 t + 1 (g = lane / 4, t = lane % 4), as mma and wgmma have
+// them. to: where lane l's row stands, row l % 8 of matrix l / 8.
+DEVICE void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
 
 // ---- Warpgroups
 
