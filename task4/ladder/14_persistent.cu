@@ -294,6 +294,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       mbarrier_init(&s.q_full[i], 1), mbarrier_init(&s.q_empty[i], 4 * CONSUMERS);
       if (STAY) s.given[i].overflowed = 0;
     }
+    for (Tile& none : s.before) none = {a.q_len, 0, 0, 0};  // rows past the end: nothing is written
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], 4 * CONSUMERS);  // the consumers' warps
       mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], 4 * CONSUMERS);
@@ -416,20 +417,18 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     v.next();
   };
 
-  bool pending = false;  // a tile still lacks its last P V_j, and is not written: `before`
+  bool pending = false;  // the tile before still lacks its last P V_j
   Tile& before = s.before[wg * 4 + warp];
   const auto out_of = [&](const Tile& tile, int row) {
     return a.out_head<T>(tile.b, tile.head) + int64_t(row) * a.out_strides.row + 8 * t;
   };
-  const auto write_pending = [&](const float (&inverse)[2]) {  // line 12
+  const auto write_before = [&](const float (&inverse)[2]) {  // line 12
     const int row_in_tile = wg * 64 + warp * 16;
     if constexpr (D < 256) {
       store_rows<T, D>(s.O + row_in_tile * D, &out_map, before, row_in_tile, O_i, inverse);
     } else {
-      const Tile tile = before;
-      __syncwarp();  // all lanes have read it
-      const int row = tile.row_0 + row_in_tile + g;
-      write_rows<D>(out_of(tile, row), a.out_strides.row, a.q_len - row, O_i, inverse);
+      const int row = before.row_0 + row_in_tile + g;
+      write_rows<D>(out_of(before, row), a.out_strides.row, a.q_len - row, O_i, inverse);
     }
   };
   int add = 0;  // 0: P V_j is its tile's first, and O_i still holds the tile before
@@ -519,13 +518,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     make_P();
     add = 0;
 
-    const auto write = [&] {  // the tile before, and this one becomes the next to be written
-      if (pending) write_pending(inverse);
-      pending = true;
-      if (lane == 0) before = s.given[q.index].tile;
-      __syncwarp();
-    };
-    if (tile.blocks == 1) write();
+    if (tile.blocks == 1) write_before(inverse);
 
     // Each further S, beside the P V_j of the block before: S is complete first, and softmax runs while P V_j still does
     const auto begin_step = [&] {
@@ -533,7 +526,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       wait_for_turn();
       begin_S<T, D, B_r, B_c>(S, s.Q[q.index] + wg * 64 * 64, s.K[k.index]);  // line 8
       const bool first = !add;
-      if (first) write();
+      if (first) write_before(inverse);
       mbarrier_wait(&s.v_full[v.index], v.parity);
       if (first && half) {
         begin_PV<T, D, B_c, HALF>(O_i, P, s.V[v.index], add);  // line 10
@@ -643,6 +636,9 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       for (int h = 0; h < 2; ++h) l_i[h] = sum[h][0] + sum[h][1];
     }
     if (STAY) note_unless_finite(&s.given[q.index].overflowed, staying ? l_i[0] + l_i[1] : 0.0f);
+    __syncwarp();
+    if (lane == 0) before = s.given[q.index].tile;
+    pending = true;
     arrive_as_warp(&s.q_empty[q.index]);
     q.next();
   }
@@ -653,7 +649,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     float inverse[2];
     invert_fast(inverse, l_i);
     end_PV();
-    write_pending(inverse);
+    write_before(inverse);
     tma_store_wait();
   }
 }

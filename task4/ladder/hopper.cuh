@@ -101,14 +101,14 @@ DEVICE void tma_load(void* to, const CUtensorMap* map, uint64_t* barrier, int ro
       : "memory");
 }
 
-// Rows row... of one head from shared memory. What this thread has stored so may be overwritten after a tma_store_wait().
+// Rows row... of one head from shared memory. Done, and in order with what this thread stores so next, by tma_store_wait().
 DEVICE void tma_store(const CUtensorMap* map, const void* from, int row, int head, int b) {
   asm volatile(
       "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %2, %4, %5}], [%1];\n"
       "cp.async.bulk.commit_group;" ::"l"(map),
       "r"(shared_address(from)), "r"(0), "r"(row), "r"(head), "r"(b) : "memory");
 }
-DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // What threads have written becomes visible to TMA by this and a barrier.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
