@@ -1,5 +1,8 @@
 """Each kernel on the same inputs, by the CPU layer and by the GPU, in one run."""
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
 import torch
 
@@ -55,9 +58,19 @@ def _decode(rng, device, num_splits, dtype=torch.float32):
     return got, attention_float64(q, k, v), attention_pytorch(q, k, v)
 
 
+# initcheck does not see TMA store: to it these rungs' outputs would stay uninitialised. So here they begin as NaN that it
+# has seen arrive, and what a rung leaves out is found by the comparison.
+BY_TMA = [rung for rung in RUNGS if "tma_store(" in rung.source.read_text()]
+
+
+def _nan_from_host(size, dtype, device):
+    return torch.full(size, float("nan"), dtype=dtype).to(device)
+
+
 def _rung(rng, device, rung):
     q, k, v = (rng.randn(1, 140, 2, 64, dtype=rung.dtypes[0]) for _ in range(3))
-    got = ladder_attention(*(t.to(device) for t in (q, k, v)), causal=True, rung=rung.number)
+    with mock.patch.object(torch, "empty", _nan_from_host) if rung in BY_TMA else nullcontext():
+        got = ladder_attention(*(t.to(device) for t in (q, k, v)), causal=True, rung=rung.number)
     # Where float32 is rounded to tf32, PyTorch's float16 has as many digits.
     as_precise = (t if rung.exact_in(t.dtype) else t.half() for t in (q, k, v))
     pytorch = attention_pytorch(*as_precise, causal=True).to(q.dtype)

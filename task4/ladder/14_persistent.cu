@@ -233,13 +233,16 @@ DEVICE void watched_exponentials(float (&S)[B_c / 2], float (&sum)[2][2], int& t
   }
 }
 
-// Stores 1 if x is infinite or NaN: predicated, since a branch at its place makes ptxas serialise the products before it.
+// Stores 1 if x is infinite or NaN in some lane. Predicated, since a branch at its place makes ptxas serialise the products
+// before it; and lane 0 does it, which arrives at the barriers.
 DEVICE void note_unless_finite(int* to, float x) {
   asm volatile(
-      "{\n.reg .pred finite;\n"
+      "{\n.reg .pred finite, noted;\n.reg .u32 lane;\n"
       "setp.lt.f32 finite, %0, 0f7F800000;\n"
-      "@!finite st.shared.u32 [%1], 1;\n"
-      "bar.warp.sync -1;\n}" ::"f"(x),
+      "vote.sync.any.pred noted, !finite, 0xffffffff;\n"
+      "mov.u32 lane, %%laneid;\n"
+      "setp.eq.and.u32 noted, lane, 0, noted;\n"
+      "@noted st.shared.u32 [%1], 1;\n}" ::"f"(x),
       "r"(shared_address(to)) : "memory");
 }
 
@@ -570,9 +573,11 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       if constexpr (deciding.value) {
         volatile int* exact = &s.given[q.index].exact[wg];
         const bool few = fminf(most[0] * rescale[0], most[1] * rescale[1]) < 2;  // a few large P make up these rows
-        if (__popc(__ballot_sync(~0u, few)) > 12) *exact = 1;
+        if (__popc(__ballot_sync(~0u, few)) > 12 && lane == 0) *exact = 1;
         barrier_sync(1 + CONSUMERS + wg, WARPGROUP);  // all of its warps have said it
-        if (__shfl_sync(~0u, *exact, 0)) {
+        int found = 0;
+        if (lane == 0) found = *exact;
+        if (__shfl_sync(~0u, found, 0)) {
           staying = 0;
         } else {
 #pragma unroll
