@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -63,12 +64,16 @@ def sanitize(tool: str, test: list[str]) -> dict:
     ]
     alone = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     told: list[str] = []
+    begin = time.monotonic()
     status = child.run(command, LONGEST, told.append, cwd=ROOT, env=alone)
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", "\n".join(told))
     if status is None:
         summary = [f"stopped after {LONGEST} s"]
     name = " ".join(test[1:2] if test[1] != "pytest" else test[-1:])
-    print(f"  {tool:9} {name}: {summary[-1] if summary else 'no summary'}", flush=True)
+    took = time.monotonic() - begin
+    print(
+        f"  {tool:9} {name}, {took:.0f} s: {summary[-1] if summary else 'no summary'}", flush=True
+    )
     clean = status == 0 and bool(summary) and all("SUMMARY: 0 " in line for line in summary)
     if not clean:
         told = [line for line in told if "Host Frame" not in line]
