@@ -50,7 +50,7 @@ SHAPES = [
     Case("a cliff", why="one of the last keys to come has a score 0 to 200 above the others: what stays has to move, or exp() overflows", devices=CUDA, dtypes=(FP16, BF16), batch=1, heads=30, kv_heads=5, q_len=1000, kv_len=4300, cliff=200.0),
     Case("a cliff, causal", why="the same below a diagonal, and each block has several tiles", devices=CUDA, dtypes=(FP16, BF16), batch=2, heads=30, kv_heads=6, q_len=1000, kv_len=5100, cliff=200.0, causal=True),
     Case("large scores in long rows", why="a row is a few large weights, and its maximum moves all the time", devices=CUDA, dtypes=(FP16,), batch=1, heads=1, q_len=140, kv_len=2100, scale=4.0),
-    Case("a small cliff", why="for compute-sanitizer, which over so many keys takes minutes for a scalar rung", rungs=(14,), devices=CUDA, dtypes=(FP16, BF16), small=True, batch=1, heads=1, q_len=140, kv_len=2100, cliff=200.0),
+    Case("a small cliff", why="for compute-sanitizer: with so many keys in the small cases of all rungs, racecheck was not done after 300 s", rungs=(14,), devices=CUDA, dtypes=(FP16, BF16), small=True, batch=1, heads=1, q_len=140, kv_len=2100, cliff=200.0),
     Case("large scores in a few long rows", why="the same", rungs=(14,), devices=CUDA, dtypes=(FP16,), small=True, batch=1, heads=1, q_len=140, kv_len=2100, scale=4.0),
     Case("long, causal", why="tiles above the diagonal are skipped", batch=1, heads=2, q_len=515, causal=True),
     Case("some lengths", why="other edges of tiles in each run", head_dims=(64,), dtypes=(FP16,), devices=("cpu",), batch=1, heads=1, lengths=6, causal=True),
