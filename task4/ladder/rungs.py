@@ -248,8 +248,8 @@ def zero(device: torch.device) -> Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    # On one stream they are zeroed before they are counted up.
-    stream = torch.cuda.current_stream(device).cuda_stream
+    # On one stream they are zeroed before they are counted up. torch.cuda.current_stream() builds an object: 3 us
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
     found = next(_zeros.get((device, stream), iter(())), None)
     if found is None:
         zeros = torch.zeros(_AT_ONCE, dtype=torch.int32, device=device)
