@@ -46,7 +46,7 @@
 // still looks for the maximum.)
 //   precision   FlashAttention-2 rounds P to 16 bits, but the largest of a row, exp(0) = 1, is exact: with an m_i that is not
 //               the maximum it would be rounded too, and where it is much of its row that shows. So TOP stands for a share
-//               of l_i that does not: SHARE / sqrt(blocks) of what l_i will be if all keys are like the first ones
+//               of l_i that does not: SHARE / sqrt(keys / 128) of what l_i will be if all keys are like the first ones
 //   overflow    a score may be above m_i by more than exp() can take. Then l_i is no number, and the scheduler hands the tile
 //               out again, to be computed with maxima
 //   few large P make up a row: m_i would have to move all the time. A warpgroup that finds such rows goes on with maxima
@@ -66,10 +66,10 @@
 
 constexpr int STAGES = 2;  // of the rings of K and V
 
-// STAY: the blocks that a tile must have to be worth it; its steps with maxima behind the masked ones; and SHARE / sqrt(blocks)
-// of l_i is what a P may be. Causal, the largest errors are those of rows with few keys, so there may be more of it.
-constexpr int ENOUGH = 6;
-constexpr int EXACT = 3, EXACT_CAUSAL = 2;
+// STAY: the keys that a tile must see to be worth it; those with maxima behind the masked ones; and SHARE / sqrt(keys / 128) of
+// l_i is what a P may be. Causal, the largest errors are those of rows with few keys, so there may be more of it.
+constexpr int ENOUGH = 768;
+constexpr int EXACT = 384, EXACT_CAUSAL = 256;
 constexpr float SHARE = 1.0f / 8, SHARE_CAUSAL = 1.0f / 6;
 // What P stays below. In fp16 it may be 64 times smaller than with m_i = max, and must not lose bits.
 template <typename T>
@@ -103,8 +103,7 @@ struct Order<256> {
   static constexpr int BEFORE = 20;
   static constexpr bool L_FIRST = false;
   static constexpr Maxima MAXIMA = Maxima::FLOATS;
-  static constexpr int STAY_BEFORE = 0;  // never: all registers are taken
-  static constexpr int FIRST_BEFORE = 20;
+  static constexpr int STAY_BEFORE = 16, FIRST_BEFORE = 20;
 };
 
 // What the scheduler hands out. blocks: of K and V; -1: no more tiles
@@ -219,15 +218,15 @@ DEVICE void watched_exponentials(float (&S)[B_c / 2], float (&sum)[2][2], int& t
   static_assert(FROM % 8 == 0 && TO % 8 == 0);
 #pragma unroll
   for (int n = FROM; n < TO; n += 8) {
-    const int h = n / (B_c / 4), i = n % (B_c / 4);
     float four[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      float* s = &S[(i + 4 * e) / 2 * 4 + 2 * h];
+      const int h = (n / 4 + e) / (B_c / 16), c = (n / 4 + e) % (B_c / 16);
+      float* s = &S[8 * c + 2 * h];
 #pragma unroll
-      for (int c : {0, 1, 4, 5}) s[c] = fast_exp2(fmaf(s[c], scale, -shift[h]));
+      for (int i : {0, 1, 4, 5}) s[i] = fast_exp2(fmaf(s[i], scale, -shift[h]));
       four[e] = (s[0] + s[1]) + (s[4] + s[5]);
-      sum[h][e] += four[e];
+      sum[h][c % 2] += four[e];
     }
     top = __vimax3_s32(top, __float_as_int(four[0]), __float_as_int(four[1]));
   }
@@ -552,13 +551,14 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       make_P();
     }
     // The blocks in which the maximum stays: before them, the last of the steps with maxima decides on it
-    int staying = STAY && tile.blocks >= ENOUGH ? max(j + 1 - (a.causal ? EXACT_CAUSAL : EXACT), 0) : 0;
+    const int with_maxima = a.causal ? ceil_div(EXACT_CAUSAL, B_c) : ceil_div(EXACT, B_c);
+    int staying = STAY && tile.blocks >= ceil_div(ENOUGH, B_c) ? max(j + 1 - with_maxima, 0) : 0;
     const auto exact_step = [&](auto deciding) {
       const bool negative = Order<D>::MAXIMA == Maxima::INTEGERS && some_negative(m_i);
       float most[2];
       if constexpr (deciding.value) {
         // For now in units of m_i: the share of what l_i will be if all keys are like those that the row has seen
-        const float share = (a.causal ? SHARE_CAUSAL : SHARE) * rsqrtf(tile.blocks) * tile.blocks * B_c;
+        const float share = (a.causal ? SHARE_CAUSAL : SHARE) * rsqrtf(tile.blocks * (B_c / 128.0f)) * tile.blocks * B_c;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           most[h] = __fdividef(share * l_i[h], seen[h] + 2 * t - (j + 1) * B_c);
@@ -701,6 +701,7 @@ static cudaError_t launch(const Attention& a, int head_dim, cudaStream_t stream)
       if (stay) return launch_tiles<T, 128, 2, 128, 2, true>(a, stream);
       return launch_tiles<T, 128, 2, 128, 2>(a, stream);
     case 256:  // O_i alone has 128 registers, Q_i 64 KiB: more than 80 keys, or a second Q_i, there is no room for
+      if (stay) return launch_tiles<T, 256, 2, 80, 1, true>(a, stream);
       return launch_tiles<T, 256, 2, 80, 1>(a, stream);
   }
   return cudaErrorInvalidValue;
