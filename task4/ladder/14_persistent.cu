@@ -24,7 +24,7 @@
 //   pipeline   Q_i has two buffers, and the next tile's is on its way while this one is computed; so are its first K_j and
 //              V_j. The last P V_j of a tile is issued behind the first S of the next one, and O_i is written beside the
 //              second. What is left of a tile's border costs about a step more: at 512 keys, four steps a tile, it runs at
-//              three quarters of its speed at 16,384
+//              not quite three quarters of its speed at 16,384
 //   borders    what the first S of a tile does not need, like 1 / l_i of the tile before, is computed while it runs
 //   output     the next P V_j has to wait until O_i is out of its registers. By way of shared memory and TMA that is soonest
 //   order      causal: the longest row blocks first, of as many heads as L2 holds K and V of; whoever is done takes the
@@ -496,13 +496,6 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
         mask<B_c>(S, 1, seen[1] - j * B_c);
       }
     }
-    const auto end_tile_before = [&] {
-      finish_PV(O_i, P);
-      if (pending) {
-        arrive_as_warp(&s.v_empty[v.index]);
-        v.next();
-      }
-    };
     float shift[2];
     constexpr int BEFORE = Order<D>::FIRST_BEFORE;
     float sum[2][2] = {};
@@ -513,7 +506,11 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     exponentials<0, BEFORE, B_c>(S, sum, shift, scale);
     arrive_after(&s.k_empty[k.index], sum[BEFORE > B_c / 4][1]);
     k.next();
-    end_tile_before();
+    finish_PV(O_i, P);  // of the tile before
+    if (pending) {
+      arrive_as_warp(&s.v_empty[v.index]);
+      v.next();
+    }
     exponentials<BEFORE, B_c / 2, B_c>(S, sum, shift, scale);
 #pragma unroll
     for (int h = 0; h < 2; ++h) l_i[h] = sum[h][0] + sum[h][1];
