@@ -28,7 +28,7 @@
 //   borders    what the first S of a tile does not need, like 1 / l_i of the tile before, is computed while it runs
 //   output     the next P V_j has to wait until O_i is out of its registers. By way of shared memory and TMA that is soonest
 //   order      causal: the longest row blocks first, of as many heads as L2 holds K and V of; whoever is done takes the
-//              next one from a counter, the workspace, which is 0 at first
+//              next one from a counter, the workspace, which is 0 before and after
 //   diagonal   a warpgroup whose rows see none of the last 64 keys of their first block does not multiply them
 //   softmax    the tensor cores are done with P V_j when the softmax is somewhere in its exponentials. Waiting for them
 //              earlier is idle time, and later O_i and P are too late for the gaps that the exponentials leave. ptxas puts
@@ -350,7 +350,8 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
         const int blocks = ceil_div(a.visible(min(row_0 + B_r, a.q_len) - 1), B_c), b = head / a.heads;
         hand_out({row_0, head - b * a.heads, b, blocks}, 0);
         wait();  // counted: whoever is done first gets the next one, so no earlier than necessary
-        tile = gridDim.x + (plan.counted ? atomicAdd(static_cast<int*>(a.workspace), 1) : tile);
+        // With the last of plan.tiles counts it is 0 again: the next launch finds it as this one did
+        tile = gridDim.x + (plan.counted ? atomicInc(static_cast<unsigned*>(a.workspace), plan.tiles - 1) : tile);
       }
       for (int right = STAY ? 0 : Q_STAGES; right < Q_STAGES;) {  // of the last tiles
         Ring<Q_STAGES> last = q;

@@ -9,7 +9,7 @@ A rung is compiled when it is first called.
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class Rung:
         vector: bytes to which pointers and strides must be aligned for its loads.
         tf32: it takes float32 tensors, but multiplies them rounded to tf32.
         workspace: bytes of scratch memory, by ``(batch, heads, kv_heads, q_len, kv_len, head_dim)``.
-        counter: its workspace is an int that is 0, if causal.
+        counter: its workspace is an int that is 0 before and after, if causal.
         shared_memory: bytes that a block takes, by head_dim, if that is more than every GPU of ``capability`` has.
     """
 
@@ -234,32 +234,28 @@ class Call:
         """The output, and the rung's workspace if it wants one, not initialised unless it is a counter."""
         out = torch.empty(**self._out)
         if self._counted:
-            return out, zero(out.device)
+            return out, counter(out.device)
         if not self._scratch:
             return out, None
         return out, torch.empty(self._scratch, dtype=torch.uint8, device=out.device)
 
 
-def zero(device: torch.device) -> Tensor:
-    """An int32 on this GPU that is 0, and that no launch has been given before.
+def counter(device: torch.device) -> Tensor:
+    """An int32 on this GPU that is 0 when the current stream's next launch begins, which leaves it so.
 
-    To zero one for each launch would be a launch of its own, 1 us of the GPU's time: so many are zeroed at once. Where
-    a CUDA graph is captured that is what has to be, since a replay gets the same one again.
+    A CUDA graph that is captured gets one of its own, and zeroes it: it may be replayed beside others, on any stream.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    # On one stream they are zeroed before they are counted up. torch.cuda.current_stream() builds an object: 3 us
+    # torch.cuda.current_stream() builds an object: 3 us
     stream = torch._C._cuda_getCurrentRawStream(device.index)
-    found = next(_zeros.get((device, stream), iter(())), None)
+    found = _counters.get((device, stream))
     if found is None:
-        zeros = torch.zeros(_AT_ONCE, dtype=torch.int32, device=device)
-        _zeros[device, stream] = (zeros[i : i + 1] for i in range(_AT_ONCE))
-        found = next(_zeros[device, stream])
+        found = _counters[device, stream] = torch.zeros(1, dtype=torch.int32, device=device)
     return found
 
 
-_zeros: dict[tuple[torch.device, int], Iterator[Tensor]] = {}
-_AT_ONCE = 1024
+_counters: dict[tuple[torch.device, int], Tensor] = {}
 _calls: dict[tuple[Any, ...], Call] = {}
 _MOST_CALLS = 4096
 
