@@ -13,6 +13,7 @@ from common.check import (
     Speed,
     Timing,
 )
+from common.check.attention import all_alike
 from common.check.record import Report, earned, sources_hash
 from common.check.timing import Ceilings, measure
 from common.tests.answers import make_suite, run
@@ -145,3 +146,12 @@ def test_the_sources_hash_follows_content_and_headers(tmp_path: Path) -> None:
     second = sources_hash(["task9/a.cu"], tmp_path)
     kernel.write_text("int d;")
     assert len({first, second, sources_hash(["task9/a.cu"], tmp_path)}) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_results_rounded_to_neighbours_are_alike(dtype) -> None:
+    x = torch.randn(1000).to(dtype)
+    all_alike({"ours": x, "theirs": x.nextafter(torch.zeros_like(x))})
+    for wrong in (x + 0.05, x * 1.05, x.clone().index_fill_(0, torch.tensor(7), torch.nan)):
+        with pytest.raises(AssertionError):
+            all_alike({"ours": x, "alike": x, "wrong": wrong})
