@@ -135,6 +135,13 @@ def test_every_rung_is_of_the_kinds_that_it_computes_in():
         14: ["bfloat16", "float16"],
         15: ["float32"],
     }
+    defaults = {kind: table.default_rung(kind, 128) for kind in KINDS}
+    assert defaults == {
+        "bfloat16": "rung 14",
+        "float16": "rung 14",
+        "float32": "rung 15",
+        "tf32": None,
+    }
 
 
 def test_the_picture(ladder):

@@ -143,8 +143,6 @@ def test_the_rungs_and_their_files_agree():
 
 
 HOPPER = [rung for rung in RUNGS if rung.hopper]
-
-
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
     reason="needs a Hopper GPU",
