@@ -19,18 +19,20 @@ from typing import Any
 
 import torch
 
-from common.check import child
-from common.check.record import provenance, write_atomically, write_json
-from common.check.results import (
+from common import child
+from common.check.rng import new_seed
+from common.marked import MarkerError, write_atomically
+from common.paths import ROOT
+from common.record import (
     POINTS,
-    ResultsError,
+    Record,
+    Stage,
     checks_passed,
     merge,
     render,
     summary,
+    write_json,
 )
-from common.check.rng import new_seed
-from common.check.suite import ROOT, Suite
 
 RESULTS = ROOT / "Results.md"
 RECORDS = ROOT / "common/records"
@@ -41,13 +43,17 @@ SHOWN = 4  # measured lines of a stage in the table; Results.md has them all
 Show = Callable[[str], None]
 
 
+class FormError(Exception):
+    """Results.md or a record cannot be read; the text says why."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Grade; 0 if every stage that ran has passed, 1 if not, 2 if Results.md is broken."""
     options = _parse(argv)
     signal.signal(signal.SIGTERM, _terminated)
     try:
         return _grade(options)
-    except ResultsError as error:
+    except (FormError, MarkerError) as error:
         print(f"{error}. Nothing was written; put it right and run again.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -89,12 +95,12 @@ def _grade(options: argparse.Namespace) -> int:
             now(f"{stage} ({number} of {len(options.stages)})")
             entries[stage] = _run_stage(stage, options, show)
     records = _read_records()
-    record = records.setdefault(options.device, {"device": options.device, "stages": {}})
-    for stage, report in entries.items():
-        entries[stage] = merge(record["stages"].get(stage), report)
-    record["stages"].update(entries)
+    kept = records.setdefault(options.device, {"device": options.device, "stages": {}})
+    for stage, new in entries.items():
+        entries[stage] = merge(kept["stages"].get(stage), new)
+    kept["stages"].update(entries)
     text = render(_read_results(), records, ROOT)  # read again: it may have been edited meanwhile
-    write_json(RECORDS / f"{options.device}.json", record)
+    write_json(RECORDS / f"{options.device}.json", kept)
     write_atomically(RESULTS, text)
     print_table(entries)
     print(f"\nResults.md and common/records/{options.device}.json are up to date.")
@@ -105,9 +111,9 @@ def _read_results() -> str:
     try:
         return RESULTS.read_bytes().decode("utf-8")
     except FileNotFoundError:
-        raise ResultsError("Results.md is missing") from None
+        raise FormError("Results.md is missing") from None
     except UnicodeDecodeError as error:
-        raise ResultsError(f"Results.md is not UTF-8 text ({error})") from None
+        raise FormError(f"Results.md is not UTF-8 text ({error})") from None
 
 
 def _read_records() -> dict[str, Any]:
@@ -116,7 +122,7 @@ def _read_records() -> dict[str, Any]:
         try:
             records[path.stem] = json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
-            raise ResultsError(f"{path.relative_to(ROOT)} is damaged ({error})") from None
+            raise FormError(f"{path.relative_to(ROOT)} is damaged ({error})") from None
     return records
 
 
@@ -134,7 +140,7 @@ def _build(stage: str, device: str, show: Show) -> None:
 
 
 def _run_stage(stage: str, options: argparse.Namespace, show: Show) -> dict[str, Any]:
-    """The stage's report; one made up here if it crashed or hung."""
+    """The stage's record; one made up here if it crashed or hung."""
     said: list[str] = []
 
     def hear(line: str) -> None:
@@ -142,39 +148,23 @@ def _run_stage(stage: str, options: argparse.Namespace, show: Show) -> dict[str,
         show(line)
 
     with tempfile.TemporaryDirectory(prefix="grade-") as folder:
-        file = Path(folder) / "report.json"
-        wanted = ["--device", options.device, "--seed", str(options.seed), "--report", str(file)]
+        file = Path(folder) / "record.json"
+        wanted = ["--device", options.device, "--seed", str(options.seed), "--record", str(file)]
         command = [sys.executable, "-m", f"{stage}.test", *wanted]
         status = child.run(command, STAGE_SECONDS, hear, cwd=ROOT)
         try:
-            report = json.loads(file.read_text(encoding="utf-8"))
+            record = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError):
             # It did not get as far as its first line: most often the answer cannot be imported.
-            suite = Suite(stage, title="", points=POINTS[stage], sources=(f"{stage}/*",))
-            report = _no_report(suite, options)
-    if report["status"] == "crashed":
+            unknown = Stage(stage, title="", points=POINTS[stage], sources=(f"{stage}/*",))
+            record = Record(
+                unknown, device=options.device, seed=options.seed, complete=False, root=ROOT
+            ).as_json()
+    if record["status"] == "crashed":
         problem = _ending(status, said)
-        report["problems"].append(problem)
+        record["problems"].append(problem)
         show(f"{stage} ended early: {problem}")
-    return report
-
-
-def _no_report(suite: Suite, options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "stage": suite.name,
-        "title": "",
-        "device": options.device,
-        "status": "crashed",
-        "complete": False,
-        "groups": [],
-        "points": suite.points,
-        "earned": 0.0,
-        "fields": [],
-        "speeds": {},
-        "texts": {},
-        "problems": [],
-        "run": provenance(suite, device=options.device, seed=options.seed, root=ROOT),
-    }
+    return record
 
 
 def _ending(status: int | None, said: Sequence[str]) -> str:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from common.dtypes import dtype_name
+
 MAX_HEAD_DIM = 128
 MAX_GRID = 65535  # blocks along y or z
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -13,7 +15,7 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def describe(value: object) -> str:
     """``(4, 128) float64 on cpu`` for a tensor; type and value for anything else."""
     if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {_name(value.dtype)} on {value.device}"
+        return f"{tuple(value.shape)} {dtype_name(value.dtype)} on {value.device}"
     return f"{type(value).__name__} {value!r}"
 
 
@@ -40,7 +42,7 @@ def expect(
     if not fits:
         wanted = "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
         if dtypes is not None:
-            wanted += " " + " or ".join(map(_name, dtypes))
+            wanted += " " + " or ".join(map(dtype_name, dtypes))
         if device is not None:
             wanted += f" on {device}"
         raise ValueError(f"{name} must be {wanted}; got {describe(value)}")
@@ -73,10 +75,6 @@ def check_contiguous_rows(name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"{name} must have a contiguous last dimension (stride 1); got strides {tensor.stride()}"
         )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def heads_view(name: str, tensor: Tensor, num_heads: int) -> Tensor:

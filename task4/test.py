@@ -4,16 +4,11 @@ python -m task4.test [--attention | --layer] [--check] [--no-timing]
 """
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
-from common.check import Case, Speed, Suite, assert_close, fit_batch, measure
-from common.check.attention import (
-    all_alike,
-    attention_float64,
-    attention_pytorch,
-    hide_invisible,
-)
+from common.check import Case, Suite, assert_close
+from common.check.attention import attention_float64, attention_pytorch, hide_invisible
+from common.memory import fit_batch
+from common.timing import Backend, Benchmark, all_alike, measure, sdpa
 from task4 import attention
 from task4.attention import (
     OWN,
@@ -221,25 +216,18 @@ def layer_matches_float64(case, device, rng):
 HIDDEN, HEADS = 4096, 32
 GRADED = [(4, 128, False), (4, 128, True), (64, 4096, False), (64, 4096, True)]
 MATH = "torch.nn.MultiheadAttention"
-EFFICIENT = "SDPA, memory-efficient backend"
+EFFICIENT = Backend.EFFICIENT
 
 
 def _graded_name(batch, seq, causal):
     return f"B{batch} S{seq} {'causal' if causal else 'non-causal'}"
 
 
-def _efficient(q, k, v, causal):
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        return scaled_dot_product_attention(
-            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=causal
-        ).transpose(1, 2)
-
-
 # Your own kernel and, where there is a ladder, the fastest kernel in it for these tensors.
 KERNELS = {"": OWN} | ({" by the fastest rung": None} if attention.ladder else {})
 
 
-@suite.measurement(
+@suite.benchmark(
     "the course's four speedups",
     fields=[
         f"{what}{by}, {_graded_name(*g)}"
@@ -248,7 +236,7 @@ KERNELS = {"": OWN} | ({" by the fastest rung": None} if attention.ladder else {
         for by in KERNELS
     ],
 )
-def graded_speedups(device, report):
+def graded_speedups(device, record):
     weights = [torch.randn(HIDDEN, HIDDEN, device=device) * HIDDEN**-0.5 for _ in range(4)]
     layer = CustomFlashAttention(*weights, HIDDEN, HEADS)
     baseline = torch.nn.MultiheadAttention(
@@ -264,20 +252,31 @@ def graded_speedups(device, report):
         x = torch.randn(batch, seq, HIDDEN, device=device)
         with torch.inference_mode():
             times = _time_layer(layer, baseline, x, causal)
-            _add(report, "layer", name, shape, x.dtype, times, note)
+            _add(record, "layer", name, shape, x.dtype, times, note)
             q, k, v = (t.unflatten(-1, (HEADS, -1)) for t in layer.project_qkv(x))
             times = _time_attention(q, k, v, causal, seconds=3, kernels=KERNELS)
         flops = 4 * batch * seq * seq * HIDDEN * (0.5 if causal else 1)
-        _add(report, "attention alone", name, shape, x.dtype, times, note, flops)
+        _add(record, "attention alone", name, shape, x.dtype, times, note, flops)
         del x, q, k, v
 
 
-def _add(report, what, name, shape, dtype, times, note, flops=None):
+def _add(record, what, name, shape, dtype, times, note, flops=None):
     ours = {by: times.pop(f"ours{by}") for by in KERNELS}
     for by, timing in ours.items():
-        report.add(
-            Speed(f"{what}{by}, {name}", shape, dtype, timing, times, flops=flops, note=note)
-        )
+        record.add(
+            Benchmark(
+                f"{what}{by}, {name}", shape, dtype, timing, times,
+                flops=flops, split=_splits(by, dtype), note=note,
+            )
+        )  # fmt: skip
+
+
+def _splits(by, dtype):
+    """Whether the kernel multiplies float32 in 16-bit parts."""
+    if KERNELS[by] is OWN:
+        return False
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    return attention.ladder.fastest(gpu, dtype, HIDDEN // HEADS).split
 
 
 def _time_layer(layer, baseline, x, causal):
@@ -286,7 +285,7 @@ def _time_layer(layer, baseline, x, causal):
 
     def same_projections():
         q, k, v = (t.unflatten(-1, (HEADS, -1)) for t in layer.project_qkv(x))
-        return layer.project_output(_efficient(q, k, v, causal).flatten(2))
+        return layer.project_output(sdpa(q, k, v, backend=EFFICIENT, causal=causal).flatten(2))
 
     ours = {
         f"ours{by}": lambda rung=rung: layer(x, causal=causal, rung=rung)
@@ -312,7 +311,7 @@ def _time_attention(q, k, v, causal, seconds=1.0, tile=None, kernels=None):
     return measure(
         {
             **(ours or {"ours": lambda: flash_attention(q, k, v, causal=causal, tile=tile)}),
-            EFFICIENT: lambda: _efficient(q, k, v, causal),
+            EFFICIENT: lambda: sdpa(q, k, v, backend=EFFICIENT, causal=causal),
         },
         check=all_alike,
         seconds=seconds,
@@ -324,8 +323,8 @@ TILE_FIELDS = {
 }
 
 
-@suite.measurement("tiles", fields=list(TILE_FIELDS))
-def tile_speeds(device, report):
+@suite.benchmark("tiles", fields=list(TILE_FIELDS))
+def tile_speeds(device, record):
     batch, seq, hidden = 8, 2048, 2048
     for name, (d, tile) in TILE_FIELDS.items():
         if not attention.tile_fits(tile, d, device):
@@ -335,7 +334,7 @@ def tile_speeds(device, report):
         times = _time_attention(q, k, v, causal=False, tile=tile)
         shape = f"B{batch} S{seq} hidden {hidden}, head_dim {d}, non-causal"
         flops = 4 * batch * seq * seq * hidden
-        report.add(Speed(name, shape, q.dtype, times.pop("ours"), times, flops=flops))
+        record.add(Benchmark(name, shape, q.dtype, times.pop("ours"), times, flops=flops))
 
 
 test_task4 = suite.pytest()

@@ -4,16 +4,10 @@ python -m task5.test [--cache | --decode | --splits | --layer] [--check] [--no-t
 """
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
-from common.check import Case, CheckFailed, Speed, Suite, assert_close, measure
-from common.check.attention import (
-    all_alike,
-    attention_float64,
-    attention_pytorch,
-    hide_invisible,
-)
+from common.check import Case, CheckFailed, Suite, assert_close
+from common.check.attention import attention_float64, attention_pytorch, hide_invisible
+from common.timing import Backend, Benchmark, all_alike, measure, sdpa
 from task5 import attention
 from task5.attention import CustomFlashAttention, flash_attention_decode, update_kv_cache
 
@@ -218,13 +212,13 @@ def every_step_matches_float64(case, device, rng):
 
 # Speed ---------------------------------------------------------------------------------------------------
 
-EFFICIENT = "PyTorch with a cache (SDPA, memory-efficient backend)"
+EFFICIENT = f"PyTorch with a cache ({Backend.EFFICIENT})"
 RECOMPUTE = "recomputing everything (torch.nn.MultiheadAttention)"
 PROMPT, TOKENS, HIDDEN, HEADS = 1024, 100, 4096, 32
 
 
-@suite.measurement("generation", fields=["TTFT", "TBT"])
-def generation_speed(device, report):
+@suite.benchmark("generation", fields=["TTFT", "TBT"])
+def generation_speed(device, record):
     batch, total = 4, PROMPT + TOKENS
     weights = [torch.randn(HIDDEN, HIDDEN, device=device) * HIDDEN**-0.5 for _ in range(4)]
     layer = CustomFlashAttention(*weights, HIDDEN, HEADS)
@@ -243,12 +237,11 @@ def generation_speed(device, report):
         q, k, v = layer.project_qkv(x[:, pos : pos + n])
         theirs[0][:, pos : pos + n], theirs[1][:, pos : pos + n] = k, v
         q, k, v = (
-            t.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            t.unflatten(-1, (HEADS, -1))
             for t in (q, theirs[0][:, : pos + n], theirs[1][:, : pos + n])
         )
-        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-            o = scaled_dot_product_attention(q, k, v, is_causal=n > 1)
-        return layer.project_output(o.transpose(1, 2).flatten(2))
+        o = sdpa(q, k, v, backend=Backend.EFFICIENT, causal=n > 1)
+        return layer.project_output(o.flatten(2))
 
     def recompute(end):
         return mha(
@@ -282,8 +275,8 @@ def generation_speed(device, report):
         )
     later = {name: timing.per(TOKENS) for name, timing in later.items()}
     shape = f"one layer, B{batch}, prompt {PROMPT}, {TOKENS} tokens, hidden {HIDDEN}, {HEADS} heads"
-    report.add(Speed("TTFT", shape, x.dtype, first.pop("ours"), first))
-    report.add(Speed("TBT", shape, x.dtype, later.pop("ours"), later))
+    record.add(Benchmark("TTFT", shape, x.dtype, first.pop("ours"), first))
+    record.add(Benchmark("TBT", shape, x.dtype, later.pop("ours"), later))
 
 
 DECODE_SPEEDS = {
@@ -294,8 +287,8 @@ DECODE_SPEEDS = {
 }
 
 
-@suite.measurement("decode kernel alone", fields=list(DECODE_SPEEDS))
-def decode_speed(device, report):
+@suite.benchmark("decode kernel alone", fields=list(DECODE_SPEEDS))
+def decode_speed(device, record):
     d = HIDDEN // HEADS
     for name, (batch, kv_len, dtype) in DECODE_SPEEDS.items():
         q, k, v = (
@@ -305,8 +298,8 @@ def decode_speed(device, report):
         splits = attention.choose_num_splits(
             batch * HEADS, kv_len, attention.multiprocessors(device)
         )
-        report.add(
-            Speed(
+        record.add(
+            Benchmark(
                 name,
                 f"B{batch}, {HEADS} heads, head_dim {d}, {kv_len} keys, {splits} splits",
                 q.dtype,
@@ -318,16 +311,10 @@ def decode_speed(device, report):
 
 
 def _time_decode(q, k, v):
-    def pytorch():
-        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-            return scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(
-                1, 2
-            )
-
     return measure(
         {
             "ours": lambda: flash_attention_decode(q, k, v),
-            "SDPA, memory-efficient backend": pytorch,
+            Backend.EFFICIENT: lambda: sdpa(q, k, v, backend=Backend.EFFICIENT),
         },
         check=all_alike,
         seconds=1,

@@ -11,13 +11,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.build import Kernels
 from common.check import FACTOR, Case, CheckFailed, Suite, assert_close
-from common.check.memory import free_memory, gib, require_memory
-from common.check.record import Speed
-from common.check.timing import Timing, measure
+from common.memory import free_memory, gib, require_memory
+from common.timing import Backend, Benchmark, Timing, measure, sdpa
 from task6.model import KVCache, customModel, generate, memory_needed
 from task6.rope import RoPE, apply_rotary_emb
 
@@ -477,8 +475,8 @@ def wrong_input_is_refused(case, device, rng):
 # ---- how fast
 
 
-@suite.measurement("time to first token, time between tokens", fields=("TTFT", "TBT"))
-def speed(device, report):
+@suite.benchmark("time to first token, time between tokens", fields=("TTFT", "TBT"))
+def speed(device, record):
     """The course's configuration in fp32 beside the same model through PyTorch's SDPA and the same cache."""
     hidden, heads, layers, vocab, batch, prompt_len, new = 4096, 32, 24, 8192, 4, 1024, 100
     length = prompt_len + new
@@ -501,7 +499,7 @@ def speed(device, report):
     kv_cache = model.new_kv_cache(batch)
     models = {
         "ours": model,
-        "PyTorch SDPA (memory-efficient), cached": lambda *a: sdpa_model(model, *a),
+        f"{Backend.EFFICIENT}, cached": lambda *a: sdpa_model(model, *a),
     }
     shape = f"B{batch}, prompt {prompt_len}, hidden {hidden}, {heads} heads, {layers} layers, vocabulary {vocab}"
 
@@ -517,7 +515,7 @@ def speed(device, report):
     attention = 4 * batch * hidden * prompt_len**2 / 2 * layers  # causal: half
     flops = 2 * batch * prompt_len * (16 * hidden**2 * layers + hidden * vocab) + attention
     ours = ttft.pop("ours")
-    report.add(Speed("TTFT", shape, torch.float32, ours, ttft, flops=flops, note=note))
+    record.add(Benchmark("TTFT", shape, torch.float32, ours, ttft, flops=flops, note=note))
 
     steps: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(3):
@@ -529,7 +527,7 @@ def speed(device, report):
     ours = tbt.pop("ours")
     mean = sum(steps["ours"]) / len(steps["ours"])
     note += f"mean {mean:.2f} ms; calls from Python included; bytes: weights and cache, once"
-    report.add(Speed("TBT", shape, torch.float32, ours, tbt, bytes=read, note=note))
+    record.add(Benchmark("TBT", shape, torch.float32, ours, tbt, bytes=read, note=note))
 
 
 def generate_timed(
@@ -563,10 +561,8 @@ def sdpa_model(
         k_cache[:, current_pos:end] = k.flatten(2)
         v_cache[:, current_pos:end] = qkv[:, :, 2].flatten(2)
         k, v = (c[:, :end].unflatten(-1, (attention.num_heads, -1)) for c in (k_cache, v_cache))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # views
-        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1)
-        h = h + attention.o_proj(o.transpose(1, 2).flatten(2))
+        o = sdpa(q, k, v, backend=Backend.EFFICIENT, causal=x.shape[1] > 1)
+        h = h + attention.o_proj(o.flatten(2))
         h = h + layer.mlp(layer.mlp_norm(h))
     return model.lm_head(model.norm(h)), kv_cache
 

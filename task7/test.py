@@ -25,8 +25,10 @@ from transformers import (
 )
 
 from common.build import Kernels
-from common.check import FACTOR, Case, CheckFailed, Speed, Suite, assert_close, measure
+from common.check import FACTOR, Case, CheckFailed, Suite, assert_close
 from common.check.attention import attention_float64, attention_pytorch
+from common.record import Record
+from common.timing import Benchmark, measure
 from task4.attention import flash_attention
 from task5.attention import flash_attention_decode
 from task7 import inference
@@ -367,17 +369,17 @@ def bundled_model_writes_sentences(case: Case, device: torch.device, rng: Any) -
 # ---- what it writes, and how fast -----------------------------------------------------------------
 
 
-@suite.measurement("text", devices=("cpu", "cuda"))
-def generated_text(device: torch.device, report: Any) -> None:
+@suite.benchmark("text", devices=("cpu", "cuda"))
+def generated_text(device: torch.device, record: Record) -> None:
     folder, says = find_model("gpt2")
-    report.text("text from", says.removeprefix("model: "))
+    record.text("text from", says.removeprefix("model: "))
     for name, attention in (("generated text", NAME), ("reference text", "sdpa")):
         model = ModelWithCustomAttention(folder, device=device, attention=attention)
-        report.text(name, model.generate(PROMPT, 100))
+        record.text(name, model.generate(PROMPT, 100))
 
 
-@suite.measurement("speed", fields=("time per token",))
-def time_per_token(device: torch.device, report: Any) -> None:
+@suite.benchmark("speed", fields=("time per token",))
+def time_per_token(device: torch.device, record: Record) -> None:
     folder, says = find_model("gpt2")
     new = 64
     models = {
@@ -393,8 +395,8 @@ def time_per_token(device: torch.device, report: Any) -> None:
     )
     times = {name: timing.per(new) for name, timing in times.items()}
     ours = times.pop("ours")
-    report.add(
-        Speed(
+    record.add(
+        Benchmark(
             "time per token",
             f"B1, {new} tokens after the course's prompt, {says.removeprefix('model: ').split(',')[0]}",
             torch.float32,

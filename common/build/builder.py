@@ -24,8 +24,8 @@ from pathlib import Path
 
 from common.build import toolchain
 from common.build.toolchain import BuildError
+from common.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / ".build"
 INCLUDE = ROOT / "common/include"
 

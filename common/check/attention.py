@@ -72,15 +72,3 @@ def hide_invisible(
             outside = hidden(j, lengths[:, None])[:, :, None, None]  # (batch, kv_len, 1, 1)
             k.masked_fill_(outside, torch.nan)
             v.masked_fill_(outside, torch.nan)
-
-
-def all_alike(outputs: dict[str, Tensor]) -> None:
-    """A check for :func:`common.check.measure`: nothing that gave another result is timed.
-
-    It only catches gross mistakes of the measurement; how near is near enough is what the checks decide. In bfloat16
-    two results that are both right may be rounded to neighbours, which are further apart than 1e-3.
-    """
-    ours, *others = outputs.values()
-    rtol = max(1e-3, torch.finfo(ours.dtype).eps)
-    for other in others:
-        torch.testing.assert_close(ours, other, rtol=rtol, atol=1e-3)

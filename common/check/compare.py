@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from common.check.poison import is_poison
+from common.dtypes import dtype_name
 from common.inputs import describe
 
 # How much more than PyTorch an answer may lose. Right programs that add in another order differ:
@@ -99,11 +100,6 @@ def assert_close(
         *(f"usually: {line}" for line in diagnose(found, suspects or {})),
     ]
     raise CheckFailed("\n".join(text), not_written=not_written, fingerprint=_fingerprint(got))
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for torch.float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _eps(dtype: torch.dtype) -> float:

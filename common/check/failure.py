@@ -9,16 +9,17 @@ from types import TracebackType
 
 import torch
 
+from common.check.case import Item
 from common.check.compare import CheckFailed
-from common.check.memory import NotEnoughMemory, free_memory, gib
-from common.check.suite import ROOT, Item
+from common.memory import NotEnoughMemory, free_memory, gib
+from common.paths import ROOT
 
 
 @dataclass(frozen=True)
 class Failure:
-    """``kind``: "wrong", "not written", "build", "kernel", "memory" or "bug"; ``text`` is complete."""
+    """``category``: "wrong", "not written", "build", "kernel", "memory" or "bug"; ``text`` is complete."""
 
-    kind: str
+    category: str
     text: str
 
 
@@ -42,8 +43,8 @@ def failure_of(error: Exception, item: Item, seed: int, *, rerun: bool = True) -
     if isinstance(error, RuntimeError) and "CUDA error" in str(error):
         first = str(error).splitlines()[0]
         hint = (
-            f"compute-sanitizer python -m {item.suite.name}.test --check --device cuda names the line;"
-            f" so does python -m {item.suite.name}.test --check --device cpu, without a GPU"
+            f"compute-sanitizer python -m {item.stage.name}.test --check --device cuda names the line;"
+            f" so does python -m {item.stage.name}.test --check --device cpu, without a GPU"
         )
         return Failure("kernel", "\n".join([head, indent(first), indent(hint + tail)]))
     if isinstance(error, kernel_error):
@@ -81,7 +82,7 @@ def _headline(item: Item) -> str:
 def _again(item: Item, seed: int) -> str:
     check = " --check" if item.target == "cpu-check" else ""
     flag = item.check.group.replace(" ", "-")
-    return f"python -m {item.suite.name}.test --{flag} --device {item.device.type}{check} --seed {seed}"
+    return f"python -m {item.stage.name}.test --{flag} --device {item.device.type}{check} --seed {seed}"
 
 
 def _second_run(error: CheckFailed, item: Item, seed: int) -> str:
@@ -131,9 +132,9 @@ def _function_name(tb: TracebackType | None) -> str:
 
 
 def _source(item: Item, suffix: str) -> str:
-    sources = item.suite.sources
+    sources = item.stage.sources
     return next(
-        (s for s in sources if s.endswith(suffix)), sources[0] if sources else item.suite.name
+        (s for s in sources if s.endswith(suffix)), sources[0] if sources else item.stage.name
     )
 
 

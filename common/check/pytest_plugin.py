@@ -4,13 +4,13 @@ Loaded by the conftest.py at the repository's root.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
+from common.check.case import Item, default_targets
 from common.check.failure import failure_of
 from common.check.rng import new_seed
-from common.check.suite import Item, default_targets
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,17 +41,17 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 
 
 @pytest.fixture
-def check_seed(request: pytest.FixtureRequest) -> Iterator[int]:
-    """The run's seed."""
-    yield request.config.getoption("--seed")
+def run_item(request: pytest.FixtureRequest) -> Callable[[Item], None]:
+    """Runs an item as a test, with the run's seed; a failure is told in its own words."""
+    seed = request.config.getoption("--seed")
 
+    def run(item: Item) -> None:
+        try:
+            item.run(seed)
+        except Exception as error:
+            failure = failure_of(error, item, seed)
+            if failure.category == "bug":
+                raise
+            pytest.fail(failure.text, pytrace=False)
 
-def run_item(item: Item, seed: int) -> None:
-    """Run one item as a test; a failure is told in its own words."""
-    try:
-        item.run(seed)
-    except Exception as error:
-        failure = failure_of(error, item, seed)
-        if failure.kind == "bug":
-            raise
-        pytest.fail(failure.text, pytrace=False)
+    return run

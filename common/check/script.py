@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from common.check.case import CHECK_SETTINGS, Item, device_of
 from common.check.compare import CheckFailed
 from common.check.failure import (
     Failure,
@@ -19,10 +20,13 @@ from common.check.failure import (
     indent,
     short_traceback,
 )
-from common.check.memory import NotEnoughMemory
-from common.check.record import Report
 from common.check.rng import new_seed
-from common.check.suite import CHECK_SETTINGS, Item, Suite, device_of
+from common.memory import NotEnoughMemory
+from common.record import Record
+from common.timing import ImpossibleRate
+
+if TYPE_CHECKING:
+    from common.check.suite import Suite
 
 SHOWN = 3  # failures of a group that are told in full
 INTERRUPTED = 130
@@ -49,12 +53,23 @@ class GroupResult:
             return "passed"
         if not self.failures:
             return "not run"
-        kinds = {failure.kind for failure in self.failures}
+        categories = {failure.category for failure in self.failures}
         words = {"not written": "not written", "build": "did not build"}
-        return words.get(kinds.pop(), "failed") if len(kinds) == 1 else "failed"
+        return words.get(categories.pop(), "failed") if len(categories) == 1 else "failed"
+
+    def as_record(self) -> dict[str, Any]:
+        """As JSON, with the text of the first failures."""
+        return {
+            "name": self.name,
+            "passed": self.passed,
+            "total": self.total,
+            "seconds": round(self.seconds, 2),
+            "status": self.status,
+            "failures": [failure.text for failure in self.failures[:SHOWN]],
+        }
 
 
-def main(suite: Suite, argv: Sequence[str] | None = None) -> int:
+def main(suite: "Suite", argv: Sequence[str] | None = None) -> int:
     """Run the suite as the command line says; the exit status."""
     options = _parse(suite, argv)
     try:
@@ -64,8 +79,10 @@ def main(suite: Suite, argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _parse(suite: Suite, argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m {suite.name}.test", description=suite.title)
+def _parse(suite: "Suite", argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {suite.stage.name}.test", description=suite.stage.title
+    )
     for group in suite.groups:
         flag = "--" + group.replace(" ", "-")
         parser.add_argument(
@@ -84,7 +101,7 @@ def _parse(suite: Suite, argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, help="random inputs of an earlier run")
     parser.add_argument("--no-timing", action="store_true", help="checks only")
-    parser.add_argument("--report", type=Path, metavar="FILE.json", help="write the results there")
+    parser.add_argument("--record", type=Path, metavar="FILE.json", help="write the record there")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU here")
@@ -95,11 +112,20 @@ def _parse(suite: Suite, argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _run(suite: Suite, options: argparse.Namespace) -> int:
-    report = Report(suite, device=options.device, seed=options.seed, complete=options.complete)
-    if options.report:
-        report.write(options.report)  # says "crashed" until the end replaces it
-    print(f"{suite.name}: {suite.title} ({options.device}, --seed {options.seed})", flush=True)
+def _run(suite: "Suite", options: argparse.Namespace) -> int:
+    record = Record(
+        suite.stage,
+        device=options.device,
+        seed=options.seed,
+        complete=options.complete,
+        fields=suite.fields,
+    )
+    if options.record:
+        record.write(options.record)  # says "crashed" until the end replaces it
+    print(
+        f"{suite.stage.name}: {suite.stage.title} ({options.device}, --seed {options.seed})",
+        flush=True,
+    )
     target = "cpu-check" if options.check and options.device == "cpu" else options.device
     if target == "cpu-check":
         ways = ", ".join(
@@ -112,16 +138,18 @@ def _run(suite: Suite, options: argparse.Namespace) -> int:
     if options.check and not items:
         print("no kernels here: nothing for the check build to do")
     results = _run_groups(suite, options, items)
-    report.groups = results
-    if all(result.ok for result in results):
-        _measure(suite, options, report)
-    if options.report:
-        report.finish()
-        report.write(options.report)
-    return 0 if report.ok else 1
+    record.groups = [result.as_record() for result in results]
+    if record.ok:
+        _benchmark(suite, options, record)
+    if options.record:
+        record.finish()
+        record.write(options.record)
+    return 0 if record.ok else 1
 
 
-def _run_groups(suite: Suite, options: argparse.Namespace, items: list[Item]) -> list[GroupResult]:
+def _run_groups(
+    suite: "Suite", options: argparse.Namespace, items: list[Item]
+) -> list[GroupResult]:
     results: list[GroupResult] = []
     stopped = False  # nothing after a failed build or a lost GPU can tell us more
     width = max((len(group) for group in options.groups), default=0)
@@ -144,7 +172,7 @@ def _run_groups(suite: Suite, options: argparse.Namespace, items: list[Item]) ->
                     result.passed += 1
                     continue
                 result.failures.append(failure)
-                if failure.kind == "build" or _gpu_is_lost(item):
+                if failure.category == "build" or _gpu_is_lost(item):
                     stopped = True
                     break
         result.seconds = time.perf_counter() - start
@@ -190,31 +218,31 @@ def _print_group(result: GroupResult, width: int) -> None:
         print(f"    and {len(told) - SHOWN} more")
 
 
-def _measure(suite: Suite, options: argparse.Namespace, report: Report) -> None:
-    if not suite.measurements or options.no_timing or not options.complete:
+def _benchmark(suite: "Suite", options: argparse.Namespace, record: Record) -> None:
+    if not suite.benchmarks or options.no_timing or not options.complete:
         return
     device = device_of(options.device)
-    if device.type == "cuda" and any(measurement.fields for measurement in suite.measurements):
-        report.note_ceilings()  # first, while there is memory for it
-    for measurement in suite.measurements:
-        if options.device not in measurement.devices:
-            print(f"  {measurement.name}: needs a GPU")
+    if device.type == "cuda" and suite.fields:
+        record.measure_reference()  # first, while there is memory for it
+    for benchmark in suite.benchmarks:
+        if options.device not in benchmark.devices:
+            print(f"  {benchmark.name}: needs a GPU")
             continue
-        print(f"  {measurement.name}", flush=True)
+        print(f"  {benchmark.name}", flush=True)
         try:
-            report.allowed = measurement.fields
-            measurement.function(device, report)
+            record.allowed = benchmark.fields
+            benchmark.function(device, record)
         except (torch.cuda.OutOfMemoryError, NotEnoughMemory) as error:
             text = describe_out_of_memory(error, device)
-            report.problems.append(f"{measurement.name}: {text}")
+            record.problems.append(f"{benchmark.name}: {text}")
             print(indent(text))
-        except CheckFailed as error:
-            report.problems.append(f"{measurement.name}: {error}")
-            report.wrong_measurement = True
+        except (CheckFailed, ImpossibleRate) as error:
+            record.problems.append(f"{benchmark.name}: {error}")
+            record.wrong = True
             print(indent(str(error)))
         except Exception as error:
-            report.problems.append(f"{measurement.name}: {type(error).__name__}: {error}")
-            report.wrong_measurement = True
+            record.problems.append(f"{benchmark.name}: {type(error).__name__}: {error}")
+            record.wrong = True
             print(indent(short_traceback(error)))
 
 

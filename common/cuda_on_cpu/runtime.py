@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from common.paths import ROOT
+
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 INCLUDE = HERE / "include"
 RUNTIME_SOURCES = sorted((HERE / "runtime").glob("*.cpp"))
 

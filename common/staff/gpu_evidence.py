@@ -17,13 +17,12 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 
-from common.check import child
-from common.check.record import git_commit, machine, write_json
+from common import child
+from common.paths import ROOT
+from common.record import git_commit, machine, now, write_json
 
-ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "common/records/gpu_evidence.json"
 AGREE = "largest difference between CPU and GPU"
 
@@ -140,8 +139,7 @@ def main() -> None:
     for part in parser.parse_args().parts or parts:
         print(f"{part}:", flush=True)
         commit, dirty = git_commit()
-        date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        run = {"date": date, "commit": commit, "dirty": dirty, "machine": machine("cuda")}
+        run = {"date": now(), "commit": commit, "dirty": dirty, "machine": machine("cuda")}
         record[part] = run | parts[part]()
         write_json(RECORD, record)
     clean = all(part["ok"] for part in record.values())

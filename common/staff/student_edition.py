@@ -12,9 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common.check.results import render
+from common.paths import ROOT
+from common.record import render
 
-ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = (
     "common/staff/",
     "common/tests/",

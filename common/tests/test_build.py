@@ -61,6 +61,7 @@ def checkout(tmp_path_factory) -> Path:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(builder.ROOT / "common" / part, root / "common" / part, ignore=ignored)
     (root / "common/__init__.py").touch()
+    shutil.copy(builder.ROOT / "common/paths.py", root / "common")
     builder.make([builder.cpu_runtime()])
     (root / ".build").mkdir()
     shutil.copy(builder.cpu_runtime().path, root / ".build")  # it takes seconds, and is the same

@@ -12,14 +12,12 @@ import torch
 from common.check import (
     Case,
     CheckFailed,
-    NotEnoughMemory,
     Rng,
     assert_close,
-    fit_batch,
-    require_memory,
 )
 from common.check.failure import failure_of
-from common.check.suite import ROOT
+from common.memory import NotEnoughMemory, fit_batch, require_memory
+from common.paths import ROOT
 from common.tests.answers import HEADS, good, make_suite, run
 
 # The suite ---------------------------------------------------------------------------------------
@@ -198,7 +196,7 @@ def test_a_cuda_error_says_how_to_find_it() -> None:
 
     error = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
     failure = failure_of(error, next(suite.items(["cpu"])), 3)
-    assert failure.kind == "kernel" and "Compile with" not in failure.text
+    assert failure.category == "kernel" and "Compile with" not in failure.text
     assert "    CUDA error: an illegal memory access was encountered\n" in failure.text
     assert "compute-sanitizer python -m task9.test --check --device cuda" in failure.text
 
@@ -331,7 +329,7 @@ def test_failures_name_the_case_and_the_reason() -> None:
 
     item = next(suite.items(["cpu"]))
     failure = failure_of(CheckFailed("off"), item, 3)
-    assert failure.kind == "wrong"
+    assert failure.category == "wrong"
     assert failure.text.startswith(
         "wrong, case 'ragged tail' on cpu\n    one past a tile (rows=65)"
     )

@@ -1,4 +1,4 @@
-"""Times, speeds and the reports that keep them."""
+"""Timings, benchmarks and the records that keep them."""
 
 import json
 from pathlib import Path
@@ -6,17 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.check import (
-    Case,
-    CheckFailed,
-    Rng,
-    Speed,
-    Timing,
-)
-from common.check.attention import all_alike
-from common.check.record import Report, earned, sources_hash
-from common.check.timing import Ceilings, measure
+from common.check import Case, CheckFailed, Rng
+from common.record import Record, earned, sources_hash
 from common.tests.answers import make_suite, run
+from common.timing import Benchmark, ImpossibleRate, Reference, Timing, all_alike, measure
 
 # Times and records -------------------------------------------------------------------------------
 
@@ -31,8 +24,8 @@ def test_timing_statistics() -> None:
     assert found.per(10).median_ms == 5
 
 
-def test_speed_knows_its_shares() -> None:
-    speed = Speed(
+def test_a_benchmark_knows_its_shares() -> None:
+    benchmark = Benchmark(
         "attention alone",
         shape="B1",
         dtype=torch.float32,
@@ -41,13 +34,29 @@ def test_speed_knows_its_shares() -> None:
         flops=4e10,
         bytes=2e9,
     )
-    assert speed.tflops == pytest.approx(20) and speed.gb_per_s == pytest.approx(1000)
-    assert speed.speedup("math") == 2.5
-    record = speed.as_record(Ceilings(4000.0, 50.0, 800.0))
-    assert record["tflops_share"] == pytest.approx(0.4)
-    assert record["gb_per_s_share"] == pytest.approx(0.25)
-    with pytest.raises(CheckFailed, match="cannot be"):
-        speed.as_record(Ceilings(500.0, 50.0, 800.0))
+    assert benchmark.tflops == pytest.approx(20) and benchmark.gb_per_s == pytest.approx(1000)
+    assert benchmark.speedup("math") == 2.5
+    record = benchmark.as_record(Reference(4000.0, 50.0, 800.0, 250.0))
+    assert record["tflops"]["share"] == pytest.approx(0.4)
+    assert record["tflops"]["of"] == "a float32 matrix product"
+    assert record["gb_per_s"] == pytest.approx({"rate": 1000, "share": 0.25, "of": "a pure read"})
+    with pytest.raises(ImpossibleRate, match="cannot be"):
+        benchmark.as_record(Reference(500.0, 50.0, 800.0, 250.0))
+
+
+def test_float32_on_tensor_cores_is_compared_with_what_they_multiply() -> None:
+    benchmark = Benchmark(
+        "attention alone", "B1", torch.float32, timing(1.0), {}, flops=2e11, split=True
+    )
+    found = benchmark.as_record(Reference(4000.0, 50.0, 750.0, 250.0))["tflops"]
+    assert found["share"] == pytest.approx(200 / 250)
+    assert found["of"] == "a float32 matrix product split into three of 16 bits"
+    # The limit is that of the tensor cores for both.
+    for split in (False, True):
+        benchmark.split = split
+        benchmark.as_record(Reference(4000.0, 50.0, 180.0, 60.0))
+        with pytest.raises(ImpossibleRate, match="200 TFLOP/s cannot be, this GPU does 170"):
+            benchmark.as_record(Reference(4000.0, 50.0, 170.0, 60.0))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -59,13 +68,13 @@ def test_nothing_is_timed_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> N
     @suite.check("softmax", [Case("a", why="")])
     def right(case: Case, device: torch.device, rng: Rng) -> None: ...
 
-    @suite.measurement("speed", fields=("attention alone",))
-    def speed(device: torch.device, report: Report) -> None:
+    @suite.benchmark("speed", fields=("attention alone",))
+    def speed(device: torch.device, record: Record) -> None:
         ran.append("speed")
 
-    @suite.measurement("text", devices=("cpu", "cuda"))
-    def text(device: torch.device, report: Report) -> None:
-        report.text("generated text", "Once upon a time")
+    @suite.benchmark("text", devices=("cpu", "cuda"))
+    def text(device: torch.device, record: Record) -> None:
+        record.text("generated text", "Once upon a time")
 
     assert run(suite) == 0 and ran == []
     out = capsys.readouterr().out
@@ -91,15 +100,15 @@ def fail() -> None:
     raise CheckFailed("wrong")
 
 
-def test_a_measurement_keeps_its_promises() -> None:
-    report = Report(make_suite(), device="cpu", seed=1, complete=True)
-    report.allowed = ("attention alone",)
-    speed = Speed("another", "B1", torch.float32, timing(1), {})
+def test_a_benchmark_function_keeps_its_promises() -> None:
+    record = Record(make_suite().stage, device="cpu", seed=1, complete=True)
+    record.allowed = ("attention alone",)
+    benchmark = Benchmark("another", "B1", torch.float32, timing(1), {})
     with pytest.raises(ValueError, match="not among the fields"):
-        report.add(speed)
+        record.add(benchmark)
 
 
-def test_the_report(tmp_path: Path) -> None:
+def test_the_record(tmp_path: Path) -> None:
     suite = make_suite()
 
     @suite.check("softmax", [Case("a", why="")])
@@ -114,19 +123,19 @@ def test_the_report(tmp_path: Path) -> None:
         assert json.loads(file.read_text())["status"] == "crashed"
 
     file = tmp_path / "report.json"
-    assert run(suite, "--report", str(file), "--seed", "4") == 1
-    report = json.loads(file.read_text())
-    assert (report["stage"], report["device"], report["status"]) == ("task9", "cpu", "failed")
-    assert [(g["name"], g["passed"], g["total"]) for g in report["groups"]] == [
+    assert run(suite, "--record", str(file), "--seed", "4") == 1
+    record = json.loads(file.read_text())
+    assert (record["stage"], record["device"], record["status"]) == ("task9", "cpu", "failed")
+    assert [(g["name"], g["passed"], g["total"]) for g in record["groups"]] == [
         ("softmax", 1, 1),
         ("gemm", 0, 1),
         ("attention", 1, 1),
     ]
-    assert (report["points"], report["earned"]) == (3, 2) and report["complete"]
-    run_of = report["run"]
+    assert (record["points"], record["earned"]) == (3, 2) and record["complete"]
+    run_of = record["run"]
     assert run_of["seed"] == 4 and len(run_of["sources"]["sha256"]) == 64
     assert {"torch", "python", "cpu", "cores", "transformers"} <= set(run_of["machine"])
-    assert run(suite, "--softmax", "--report", str(file)) == 0
+    assert run(suite, "--softmax", "--record", str(file)) == 0
     assert not json.loads(file.read_text())["complete"]
 
 

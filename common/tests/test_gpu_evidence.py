@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.check import child
+from common import child
 from common.staff import gpu_evidence
 
 TEST = ["-m", "task2.test"]

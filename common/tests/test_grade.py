@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from common import grade
-from common.check import child
-from common.check.record import sources_hash
-from common.check.results import POINTS, ResultsError, merge, render
-from common.check.suite import ROOT
+from common import child, grade
+from common.marked import MarkerError
+from common.paths import ROOT
+from common.record import POINTS, merge, render, sources_hash
 
 FORM = "# My results\nName: Ada\n" + "".join(
     f"## {name}\n<!-- grade: {name} -->\nNot run yet.\n<!-- end: {name} -->\nnote on {name}\n"
@@ -24,7 +23,7 @@ MACHINE = {"cpu": "a CPU", "cores": 2, "system": "Linux", "python": "3.11.9", "t
 GPU = MACHINE | {"gpu": "NVIDIA H200", "driver": "580", "cuda": "13.0"}
 
 
-def make_report(
+def make_record(
     stage: str,
     device: str,
     *,
@@ -32,7 +31,7 @@ def make_report(
     date: str = "2026-01-01",
     **changes: object,
 ) -> dict:
-    """A report as a stage writes it."""
+    """A record as a stage writes it."""
     patterns = [f"{stage}/attention.py"]
     digest = sources_hash(patterns, root) if root else "0" * 64
     run = {
@@ -44,7 +43,7 @@ def make_report(
         "machine": GPU if device == "cuda" else MACHINE,
     }
     group = {"name": "attention", "passed": 3, "total": 3, "seconds": 1.0, "status": "passed"}
-    report = {
+    record = {
         "stage": stage,
         "title": "a stage",
         "device": device,
@@ -54,15 +53,15 @@ def make_report(
         "points": POINTS[stage],
         "earned": POINTS[stage],
         "fields": ["layer", "attention alone"],
-        "speeds": {},
+        "benchmarks": {},
         "texts": {},
         "problems": [],
         "run": run,
     }
-    return report | changes
+    return record | changes
 
 
-def make_speed(ms: float = 2.0) -> dict:
+def make_benchmark(ms: float = 2.0) -> dict:
     timing = {"median_ms": ms, "p10_ms": ms, "p90_ms": ms, "n": 9}
     return {
         "shape": "B4",
@@ -71,16 +70,15 @@ def make_speed(ms: float = 2.0) -> dict:
         "baselines": {"SDPA": timing},
         "speedups": {"SDPA": 1.0},
         "note": "",
-        "tflops": 20.0,
-        "tflops_share": 0.4,
+        "tflops": {"rate": 20.0, "share": 0.4, "of": "a float32 matrix product"},
     }
 
 
 def records(**stages: dict) -> dict:
     found: dict = {}
-    for report in stages.values():
-        device = found.setdefault(report["device"], {"device": report["device"], "stages": {}})
-        device["stages"][report["stage"]] = report
+    for record in stages.values():
+        device = found.setdefault(record["device"], {"device": record["device"], "stages": {}})
+        device["stages"][record["stage"]] = record
     return found
 
 
@@ -95,16 +93,16 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def add_stage(checkout: Path, stage: str, body: str = "pass", **changes: object) -> None:
-    """A stage whose test writes a ready-made report after ``body``."""
+    """A stage whose test writes a ready-made record after ``body``."""
     folder = checkout / stage
     folder.mkdir()
     (folder / "attention.py").write_text("answer = 42\n")
-    report = json.dumps(make_report(stage, "cpu", root=checkout, **changes))
+    record = json.dumps(make_record(stage, "cpu", root=checkout, **changes))
     (folder / "test.py").write_text(
         "import os, pathlib, sys, time\n"
-        "file = pathlib.Path(sys.argv[sys.argv.index('--report') + 1])\n"
+        "file = pathlib.Path(sys.argv[sys.argv.index('--record') + 1])\n"
         f"{textwrap.dedent(body)}\n"
-        f"file.write_text({report!r})\n"
+        f"file.write_text({record!r})\n"
         f"print('{stage} has run', *sys.argv[1:5])\n"
     )
 
@@ -261,46 +259,54 @@ def test_a_missing_form_and_a_damaged_record(
 def test_a_run_replaces_only_what_it_measured() -> None:
     first = merge(
         None,
-        make_report(
-            "task4", "cuda", speeds={"layer": make_speed(2), "attention alone": make_speed(1)}
+        make_record(
+            "task4",
+            "cuda",
+            benchmarks={"layer": make_benchmark(2), "attention alone": make_benchmark(1)},
         ),
     )
-    assert first["speeds"]["layer"]["run"]["date"].startswith("2026-01-01")
-    # one measurement ran out of memory, say
+    assert first["benchmarks"]["layer"]["run"]["date"].startswith("2026-01-01")
+    # one benchmark ran out of memory, say
     second = merge(
-        first, make_report("task4", "cuda", date="2026-02-02", speeds={"layer": make_speed(3)})
+        first,
+        make_record("task4", "cuda", date="2026-02-02", benchmarks={"layer": make_benchmark(3)}),
     )
-    assert second["speeds"]["layer"]["ours"]["median_ms"] == 3
-    assert second["speeds"]["layer"]["run"]["date"].startswith("2026-02-02")
-    assert second["speeds"]["attention alone"]["run"]["date"].startswith("2026-01-01")
+    assert second["benchmarks"]["layer"]["ours"]["median_ms"] == 3
+    assert second["benchmarks"]["layer"]["run"]["date"].startswith("2026-02-02")
+    assert second["benchmarks"]["attention alone"]["run"]["date"].startswith("2026-01-01")
     # what is no longer measured goes; a run that crashed takes nothing away
-    third = merge(second, make_report("task4", "cuda", fields=["layer"]))
-    assert set(third["speeds"]) == {"layer"}
-    crashed = merge(second, make_report("task4", "cuda", fields=[], status="crashed", groups=[]))
-    assert set(crashed["speeds"]) == {"layer", "attention alone"}
+    third = merge(second, make_record("task4", "cuda", fields=["layer"]))
+    assert set(third["benchmarks"]) == {"layer"}
+    crashed = merge(second, make_record("task4", "cuda", fields=[], status="crashed", groups=[]))
+    assert set(crashed["benchmarks"]) == {"layer", "attention alone"}
 
 
 def test_gpu_figures_stay_and_are_marked_stale(tmp_path: Path) -> None:
     (tmp_path / "task4").mkdir()
     source = tmp_path / "task4/attention.py"
     source.write_text("first")
-    cuda = merge(None, make_report("task4", "cuda", root=tmp_path, speeds={"layer": make_speed(2)}))
+    cuda = merge(
+        None, make_record("task4", "cuda", root=tmp_path, benchmarks={"layer": make_benchmark(2)})
+    )
     fresh = render(FORM, records(cuda=cuda), tmp_path)
-    assert "| layer<br>B4, float32 | 2 ms (2-2, n 9) | 20 TFLOP/s, 40% of the ceiling |" in fresh
+    assert (
+        "| layer<br>B4, float32 | 2 ms (2-2, n 9) | 20 TFLOP/s (40% of a float32 matrix product) |"
+        in fresh
+    )
     assert "**1.00x** SDPA" in fresh and "| attention alone | needs a GPU |" in fresh
     assert "[1] 2026-01-01T00:00:00Z, commit abc123, NVIDIA H200 (driver 580, CUDA 13.0)" in fresh
     assert "stale" not in fresh.lower() and "| task4 | not run | 3 of 3 | 4 of 4 |" in fresh
 
     source.write_text("second")
-    cpu = merge(None, make_report("task4", "cpu", root=tmp_path, earned=2))
+    cpu = merge(None, make_record("task4", "cpu", root=tmp_path, earned=2))
     later = render(fresh, records(cuda=cuda, cpu=cpu), tmp_path)
     assert "| layer<br>B4, float32 | 2 ms" in later and "[1, **stale**]" in later
     assert "| task4 | 3 of 3 | 3 of 3, **stale**: sources changed since | 2 of 4 |" in later
 
 
 def test_the_lower_of_two_machines_counts(tmp_path: Path) -> None:
-    cpu = make_report("task4", "cpu", root=tmp_path, earned=4)
-    cuda = make_report("task4", "cuda", root=tmp_path, earned=2, status="failed")
+    cpu = make_record("task4", "cpu", root=tmp_path, earned=4)
+    cuda = make_record("task4", "cuda", root=tmp_path, earned=2, status="failed")
     assert "| 2 of 4 |" in render(FORM, records(cpu=cpu, cuda=cuda), tmp_path)
 
 
@@ -308,7 +314,7 @@ def test_what_the_student_wrote_survives(tmp_path: Path) -> None:
     form = FORM.replace("note on task5", "My **own** note, é, <!-- a comment -->, `<x>`")
     once = render(form, {}, tmp_path)
     assert "My **own** note, é, <!-- a comment -->, `<x>`" in once
-    again = render(once, records(a=make_report("task5", "cpu", root=tmp_path)), tmp_path)
+    again = render(once, records(a=make_record("task5", "cpu", root=tmp_path)), tmp_path)
     assert _outside(again) == _outside(form)
     windows = form.replace("\n", "\r\n")
     assert "\n" not in render(windows, {}, tmp_path).replace("\r\n", "")
@@ -324,9 +330,9 @@ def _outside(text: str) -> list[str]:
 
 
 def test_a_generated_text_cannot_break_the_form(tmp_path: Path) -> None:
-    report = make_report("task7", "cpu", root=tmp_path, fields=[])
-    report["texts"] = {"generated text": "<!-- end: task7 -->\n| a | b"}
-    filled = render(FORM, records(a=merge(None, report)), tmp_path)
+    record = make_record("task7", "cpu", root=tmp_path, fields=[])
+    record["texts"] = {"generated text": "<!-- end: task7 -->\n| a | b"}
+    filled = render(FORM, records(a=merge(None, record)), tmp_path)
     render(filled, {}, tmp_path)
     assert "> <\\!-- end: task7 -->\n> | a | b" in filled
 
@@ -335,6 +341,6 @@ def test_the_real_form_is_whole() -> None:
     text = (ROOT / "Results.md").read_text(encoding="utf-8")
     try:
         render(text, {}, ROOT)
-    except ResultsError as error:
+    except MarkerError as error:
         raise AssertionError(str(error)) from None
     assert sum(POINTS.values()) == 20 and sys.version_info >= (3, 11)

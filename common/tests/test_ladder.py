@@ -8,8 +8,8 @@ import torch
 
 from common.build import BuildError, builder
 from common.build.cli import resources
-from common.check import Timing
-from common.check.record import provenance
+from common.record import provenance
+from common.timing import Timing
 from task4 import attention as task4
 from task4.ladder import __main__ as command
 from task4.ladder import counters, plot, speed, table
@@ -38,7 +38,7 @@ def ladder(tmp_path, monkeypatch):
 
 
 def run(date: str) -> dict:
-    facts = provenance(suite, device="cpu", seed=1)
+    facts = provenance(suite.stage.sources, device="cpu", seed=1)
     gpu = {"gpu": "NVIDIA H200", "driver": "580", "cuda": "13.0"}
     return facts | {"date": date, "machine": facts["machine"] | gpu}
 

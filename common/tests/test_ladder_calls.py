@@ -11,7 +11,7 @@ import torch
 from common.build import builder
 from common.check import assert_close
 from common.check.attention import attention_float64, attention_pytorch
-from common.check.suite import ROOT
+from common.paths import ROOT
 from task4.ladder import rungs, speed
 from task4.ladder.rungs import BF16, FP16, FP32, RUNGS, fastest, ladder_attention
 

@@ -14,8 +14,8 @@ from rich.table import Table
 from common.build import BuildError, builder, library
 from common.check import Case, Rng
 from common.check.failure import failure_of
-from common.check.record import provenance
 from common.check.rng import new_seed
+from common.record import provenance
 from task4.ladder import accuracy, rungs, speed, table
 from task4.ladder.rungs import RUNGS, Rung
 from task4.ladder.speed import HEAD_DIMS, KINDS, SEQS, Cell, Stopwatch, rung_name, takes
@@ -131,7 +131,10 @@ def _profile(ladder: Sequence[Rung], options: argparse.Namespace) -> None:
 
     kind, head_dim = options.kinds[0], (options.head_dim or [128])[0]
     cell = Cell(head_dim, (options.seq or [counters.SEQ])[0], bool(options.causal))
-    run = {**provenance(suite, device="cuda", seed=options.seed), "fa3": speed.fa3_version()}
+    run = {
+        **provenance(suite.stage.sources, device="cuda", seed=options.seed),
+        "fa3": speed.fa3_version(),
+    }
     kernels = counters.show(console, ladder, kind, cell)
     if kernels and not options.no_check:
         records = table.Records()
@@ -284,7 +287,10 @@ def _time(ladder: Sequence[Rung], options: argparse.Namespace) -> None:
 
     records = table.Records()
     for kind in options.kinds:
-        run = {**provenance(suite, device="cuda", seed=options.seed), "fa3": speed.fa3_version()}
+        run = {
+            **provenance(suite.stage.sources, device="cuda", seed=options.seed),
+            "fa3": speed.fa3_version(),
+        }
         with console.status(f"{kind}: the ceiling"):
             ceiling = speed.matmul_tflops(kind)
         records.begin(kind, run, ceiling)

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from common.build import library
 from common.build.cli import resources
-from common.check.suite import ROOT
+from common.paths import ROOT
 from task4.ladder import rungs
 from task4.ladder.rungs import Rung, ladder_attention
 from task4.ladder.speed import KINDS, MATH, Cell, peers, rung_name, takes

@@ -42,6 +42,7 @@ class Rung:
         tf32: it takes float32 tensors, but multiplies them rounded to tf32.
         workspace: bytes of scratch memory, by ``(batch, heads, kv_heads, q_len, kv_len, head_dim)``.
         counter: its workspace is an int that is 0 before and after, if causal.
+        split: it multiplies float32 on tensor cores, in 16-bit parts.
         shared_memory: bytes that a block takes, by head_dim, if that is more than every GPU of ``capability`` has.
     """
 
@@ -57,6 +58,7 @@ class Rung:
     tf32: bool = False
     workspace: Callable[[tuple[int, int, int, int, int, int]], int] | None = None
     counter: bool = False
+    split: bool = False
     shared_memory: Mapping[int, int] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
@@ -112,7 +114,7 @@ RUNGS: tuple[Rung, ...] = (
     ),
     Rung(
         15, "fp32", "15_fp32.cu", "float32 in parts of 16 bits on wgmma, as accurate as float32", (FP32,),
-        workspace=_split_keys_and_values, **_HOPPER,
+        workspace=_split_keys_and_values, split=True, **_HOPPER,
     ),
 )  # fmt: skip
 

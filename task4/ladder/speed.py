@@ -1,7 +1,7 @@
 """Timing the rungs beside what PyTorch and FlashAttention-3 have, on one GPU, in one run.
 
 A cell is one head_dim, one length and one mask; batch * seq is 16,384 and heads * head_dim 2,048 in all of them, so
-that the work grows with the length alone. Within a cell everybody takes turns (common.check.measure); ratios are
+that the work grows with the length alone. Within a cell everybody takes turns (common.timing.measure); ratios are
 therefore taken within a cell, and never between two runs.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.check import Timing, measure
+from common.timing import Timing, measure
 from task4.ladder import rungs
 from task4.ladder.rungs import Rung, ladder_attention
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from common.check.record import sources_hash, write_atomically, write_json
-from common.check.results import describe_run
+from common.marked import write_atomically
+from common.record import describe_run, sources_hash, write_json
 from task4.ladder.rungs import FASTEST_FIRST, FOLDER, RUNGS, Rung, by_number
 from task4.ladder.speed import (
     CUDNN,

@@ -5,13 +5,14 @@ written by the program
 <!-- end: stages -->
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.check.record import describe_machine, show_timing, sources_hash
-from common.check.suite import ROOT
+from common.marked import replace
+from common.paths import ROOT
+from common.record.provenance import describe_machine, describe_run, sources_hash
+from common.timing import show_rates, show_timing
 
 POINTS = {
     "task1": 2,
@@ -22,98 +23,27 @@ POINTS = {
     "task6": 3,
     "task7": 1,
 }
-SECTIONS = ("stages", "task4", "task5", "task6", "task7", "machines")
+FIGURES = ("task4", "task5", "task6", "task7")  # tasks that are timed, or write a text
 DEVICES = ("cpu", "cuda")
 
-# A record: {"device": "cuda", "stages": {"task4": what merge() made of its reports}}
+# By device: {"device": "cuda", "stages": {"task4": what merge() made of its runs}}
 Records = Mapping[str, Mapping[str, Any]]
 Run = Mapping[str, Any]
-
-_MARKER = re.compile(r"<!--\s*(grade|end):\s*(\S*)\s*-->")
-
-
-class ResultsError(Exception):
-    """Results.md cannot be filled in; the text says where and why."""
-
-
-def merge(old: Mapping[str, Any] | None, report: Mapping[str, Any]) -> dict[str, Any]:
-    """A stage's record after another run: what the run measured replaces what was there, the rest stays.
-
-    Every figure carries the run that it comes from: machine, date, commit and sources.
-    """
-    run = report["run"]
-    old = old or {}
-    # A stage that could not even be imported says nothing about what it measures.
-    fields = report["fields"] or old.get("fields", [])
-    speeds = {
-        name: speed
-        for name, speed in old.get("speeds", {}).items()
-        if name in fields  # what the stage no longer measures goes
-    }
-    texts = dict(old.get("texts", {}))
-    speeds |= {name: dict(speed, run=run) for name, speed in report["speeds"].items()}
-    texts |= {name: {"text": text, "run": run} for name, text in report["texts"].items()}
-    return {**report, "fields": fields, "speeds": speeds, "texts": texts}
 
 
 def render(text: str, records: Records, root: Path = ROOT) -> str:
     """The text of Results.md with every section written anew from the records ``{"cpu": ...}``.
 
     Raises:
-        ResultsError: a marker is missing, doubled or out of place.
+        MarkerError: a marker is missing, doubled or out of place.
     """
-    pieces = _split(text)
-    newline = "\r\n" if "\r\n" in text else "\n"
     stale = _Stale(root)
-    for index, (name, _) in enumerate(pieces):
-        if name is None:
-            continue
-        if name == "stages":
-            lines = _stages(records, stale)
-        elif name == "machines":
-            lines = _machines(records)
-        else:
-            lines = _figures(name, records, stale)
-        pieces[index] = (name, newline + newline.join(lines) + newline)
-    return "".join(content for _, content in pieces)
-
-
-def _split(text: str) -> list[tuple[str | None, str]]:
-    """Pieces of the text in order: (section, content between its markers) or (None, all else)."""
-    pieces: list[tuple[str | None, str]] = []
-    inside: str | None = None
-    at, seen = 0, []
-    for found in _MARKER.finditer(text):
-        kind, name = found.groups()
-        line = text.count("\n", 0, found.start()) + 1
-        if name not in SECTIONS:
-            known = ", ".join(SECTIONS)
-            raise ResultsError(
-                f"Results.md, line {line}: {found.group()} names no section; there are {known}"
-            )
-        if kind == "grade":
-            if inside is not None:
-                raise ResultsError(
-                    f"Results.md, line {line}: {found.group()} comes before the end of {inside}"
-                )
-            if name in seen:
-                raise ResultsError(f"Results.md, line {line}: {found.group()} is there twice")
-            pieces.append((None, text[at : found.end()]))
-            at, inside = found.end(), name
-            seen.append(name)
-        else:
-            if inside != name:
-                raise ResultsError(
-                    f"Results.md, line {line}: {found.group()} ends what was not begun"
-                )
-            pieces.append((name, text[at : found.start()]))
-            at, inside = found.start(), None
-    if inside is not None:
-        raise ResultsError(f"Results.md: <!-- end: {inside} --> is missing")
-    if missing := [name for name in SECTIONS if name not in seen]:
-        raise ResultsError(f"Results.md: the marker <!-- grade: {missing[0]} --> is missing")
-    pieces.append((None, text[at:]))
-    return pieces
+    sections = {
+        "stages": _stages(records, stale),
+        **{task: _figures(task, records, stale) for task in FIGURES},
+        "machines": _machines(records),
+    }
+    return replace(text, "grade", sections, file="Results.md")
 
 
 class _Stale:
@@ -172,12 +102,12 @@ def checks_passed(entry: Mapping[str, Any]) -> str:
 def _figures(name: str, records: Records, stale: _Stale) -> list[str]:
     cpu, cuda = (_stage(records, device, name) for device in DEVICES)
     notes = _Footnotes(stale)
-    speeds = (cuda or {}).get("speeds", {})
+    benchmarks = (cuda or {}).get("benchmarks", {})
     fields = list(dict.fromkeys([*(cuda or {}).get("fields", []), *(cpu or {}).get("fields", [])]))
     lines = []
     if fields:
         lines += ["| | ours | rate | against | run |", "|---|---|---|---|---|"]
-        lines += [_speed_row(field, speeds.get(field), notes) for field in fields]
+        lines += [_benchmark_row(field, benchmarks.get(field), notes) for field in fields]
     texts = {**(cpu or {}).get("texts", {}), **_fresh((cuda or {}).get("texts", {}), cpu, stale)}
     for title, text in texts.items():
         lines += ["", f"{title} [{notes.number(text['run'])}]:", ""]
@@ -192,28 +122,19 @@ def _fresh(texts: Mapping[str, Any], other: object, stale: _Stale) -> dict[str, 
     return {k: v for k, v in texts.items() if not (other and stale(v["run"]))}
 
 
-def _speed_row(field: str, speed: Mapping[str, Any] | None, notes: "_Footnotes") -> str:
-    if speed is None:
+def _benchmark_row(field: str, found: Mapping[str, Any] | None, notes: "_Footnotes") -> str:
+    if found is None:
         return f"| {_cell(field)} | needs a GPU | | | |"
-    rate = []
-    if "tflops" in speed:
-        rate.append(f"{speed['tflops']:.3g} TFLOP/s{_share(speed, 'tflops_share')}")
-    if "gb_per_s" in speed:
-        rate.append(f"{speed['gb_per_s']:.4g} GB/s{_share(speed, 'gb_per_s_share')}")
     against = [
-        f"**{speed['speedups'][baseline]:.2f}x** {_cell(baseline)}, {show_timing(timing)}"
-        for baseline, timing in speed["baselines"].items()
+        f"**{found['speedups'][baseline]:.2f}x** {_cell(baseline)}, {show_timing(timing)}"
+        for baseline, timing in found["baselines"].items()
     ]
-    what = f"{_cell(field)}<br>{_cell(speed['shape'])}, {speed['dtype']}"
-    if speed["note"]:
-        what += f"<br>{_cell(speed['note'])}"
-    number = notes.number(speed["run"])
-    ours = show_timing(speed["ours"])
-    return f"| {what} | {ours} | {'<br>'.join(rate)} | {'<br>'.join(against)} | [{number}] |"
-
-
-def _share(speed: Mapping[str, Any], key: str) -> str:
-    return f", {speed[key]:.0%} of the ceiling" if key in speed else ""
+    what = f"{_cell(field)}<br>{_cell(found['shape'])}, {found['dtype']}"
+    if found["note"]:
+        what += f"<br>{_cell(found['note'])}"
+    number = notes.number(found["run"])
+    ours, rates = show_timing(found["ours"]), "<br>".join(show_rates(found))
+    return f"| {what} | {ours} | {rates} | {'<br>'.join(against)} | [{number}] |"
 
 
 def _cell(text: str) -> str:
@@ -247,13 +168,6 @@ class _Footnotes:
         return lines
 
 
-def describe_run(run: Run) -> str:
-    """Date, commit and machine in one line."""
-    commit = f"commit {run['commit']}" if run["commit"] else "outside of git"
-    changed = " with uncommitted changes" if run["dirty"] else ""
-    return f"{run['date']}, {commit}{changed}, {describe_machine(run['machine'])}"
-
-
 def _machines(records: Records) -> list[str]:
     lines = []
     for device, title in zip(DEVICES, ("CPU", "GPU"), strict=True):
@@ -272,14 +186,14 @@ def _machines(records: Records) -> list[str]:
     return lines
 
 
-def summary(entry: Mapping[str, Any], only_measured: bool = True) -> Sequence[str]:
-    """What a stage measured, in a line or a few, for the table that grading prints."""
+def summary(entry: Mapping[str, Any]) -> list[str]:
+    """What this run of a stage measured, in a few lines, for the table that grading prints."""
     lines = []
-    for name, speed in entry["speeds"].items():
-        if only_measured and speed["run"] != entry["run"]:
+    for name, found in entry["benchmarks"].items():
+        if found["run"] != entry["run"]:
             continue
-        best = ", ".join(f"{x:.2f}x {baseline}" for baseline, x in speed["speedups"].items())
-        lines.append(f"{name}: {speed['ours']['median_ms']:.4g} ms" + (f", {best}" if best else ""))
+        best = ", ".join(f"{x:.2f}x {baseline}" for baseline, x in found["speedups"].items())
+        lines.append(f"{name}: {found['ours']['median_ms']:.4g} ms" + (f", {best}" if best else ""))
     lines += [f"{name}: {' '.join(t['text'].split())[:70]}" for name, t in entry["texts"].items()]
     if entry["device"] == "cpu" and entry["fields"]:
         lines.append("speed: needs a GPU")

@@ -1,4 +1,4 @@
-"""How long something takes on the GPU, and what the GPU could do at best."""
+"""How long something takes on the GPU."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from common.check.memory import free_memory
 
 _MAX_RUNS = 500
 _MIN_RUNS = 5
@@ -111,6 +109,18 @@ def measure(
     }
 
 
+def all_alike(outputs: Mapping[str, Tensor]) -> None:
+    """A check for :func:`measure`: nothing that gave another result is timed.
+
+    It only catches gross mistakes of the measurement; how near is near enough is what the checks decide. In bfloat16
+    two results that are both right may be rounded to neighbours, which are further apart than 1e-3.
+    """
+    ours, *others = outputs.values()
+    rtol = max(1e-3, torch.finfo(ours.dtype).eps)
+    for other in others:
+        torch.testing.assert_close(ours, other, rtol=rtol, atol=1e-3)
+
+
 def _warm_up(function: Callable[[], Any]) -> float:
     """Build, autotune and fill the allocator; returns how long the host needs to queue one call, in ms."""
     function()
@@ -158,48 +168,3 @@ class _Flush:
     def __call__(self) -> None:
         self._buffer.zero_()
         torch.sum(self._buffer, dim=0, out=self._sum)
-
-
-# What the chip can do
-# -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """The best that PyTorch reaches on this GPU: a pure read, and matrix products of 8192 cubed."""
-
-    read_gb_per_s: float
-    fp32_tflops: float
-    bf16_tflops: float
-
-    def tflops(self, dtype: torch.dtype) -> float:
-        """The one for inputs of this dtype; float16 shares bfloat16's."""
-        return self.fp32_tflops if dtype in (torch.float32, torch.float64) else self.bf16_tflops
-
-
-@cache
-def ceilings() -> Ceilings:
-    """Measured once a process, about two seconds."""
-    free, _ = free_memory("cuda")
-    read_gb_per_s = _read_gb_per_s(min(2 << 30, free // 4))  # 2 GiB where there is room
-    n = 8192 if free > 2 << 30 else 4096
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # fp32 means fp32 here, not TF32
-    try:
-        tflops = {dtype: _matmul_tflops(n, dtype) for dtype in (torch.float32, torch.bfloat16)}
-    finally:
-        torch.set_float32_matmul_precision(precision)
-    return Ceilings(read_gb_per_s, tflops[torch.float32], tflops[torch.bfloat16])
-
-
-def _read_gb_per_s(size: int) -> float:
-    x = torch.ones(size // 4, dtype=torch.float32, device="cuda")
-    timing = measure({"read": lambda: x.sum()}, seconds=0.3)["read"]
-    return x.numel() * 4 / timing.median_ms / 1e6
-
-
-def _matmul_tflops(n: int, dtype: torch.dtype) -> float:
-    a: Tensor = torch.randn(n, n, device="cuda").to(dtype)
-    b: Tensor = torch.randn(n, n, device="cuda").to(dtype)
-    timing = measure({"matmul": lambda: a @ b}, seconds=0.5)["matmul"]
-    return 2 * n**3 / timing.median_ms / 1e9

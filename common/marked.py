@@ -1,0 +1,71 @@
+"""Text between markers, written by a program into a file that people write.
+
+<!-- grade: stages -->
+only what stands here is ever replaced
+<!-- end: stages -->
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+class MarkerError(ValueError):
+    """A marker is missing, doubled, unknown or out of place; the text says which and where."""
+
+
+def replace(text: str, word: str, sections: Mapping[str, Sequence[str]], *, file: str) -> str:
+    """The text with the lines between ``<!-- word: NAME -->`` and ``<!-- end: NAME -->`` replaced.
+
+    Args:
+        text: of a file; its line ends are kept.
+        word: with which this program's markers begin.
+        sections: the new lines by NAME; each has to be there, once, and no other.
+        file: its name, for the error.
+
+    Raises:
+        MarkerError: a marker is missing, doubled, unknown or out of place.
+    """
+    newline = "\r\n" if "\r\n" in text else "\n"
+    pieces: list[str] = []
+    inside: str | None = None
+    seen: list[str] = []
+    at = 0
+    for found in re.finditer(rf"<!--\s*({re.escape(word)}|end):\s*(\S*)\s*-->", text):
+        begins, name = found[1] == word, found[2]
+
+        def wrong(what: str, found: re.Match[str] = found) -> MarkerError:
+            line = text.count("\n", 0, found.start()) + 1
+            return MarkerError(f"{file}, line {line}: {found.group()} {what}")
+
+        if name not in sections:
+            raise wrong(f"names no section; there are {', '.join(sections)}")
+        if begins:
+            if inside is not None:
+                raise wrong(f"comes before the end of {inside}")
+            if name in seen:
+                raise wrong("is there twice")
+            pieces += [text[at : found.end()], newline, newline.join(sections[name]), newline]
+            seen.append(name)
+            inside = name
+        else:
+            if inside != name:
+                raise wrong("ends what was not begun")
+            at, inside = found.start(), None
+    if inside is not None:
+        raise MarkerError(f"{file}: <!-- end: {inside} --> is missing")
+    if missing := [name for name in sections if name not in seen]:
+        raise MarkerError(f"{file}: the marker <!-- {word}: {missing[0]} --> is missing")
+    return "".join([*pieces, text[at:]])
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The whole new text, or the old file untouched."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)

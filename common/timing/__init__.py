@@ -1,0 +1,34 @@
+"""How long it takes on a GPU, beside PyTorch, and what the GPU could do.
+
+Timing      the times of one operation: median, spread, number
+Benchmark   ours beside its baselines, with the rates that follow
+Reference   what PyTorch itself reaches on this GPU: a matrix product, a pure read
+"""
+
+from common.timing.benchmark import (
+    Benchmark,
+    ImpossibleRate,
+    benchmark_lines,
+    show_rates,
+    show_timing,
+)
+from common.timing.measure import Timing, all_alike, measure
+from common.timing.reference import Reference, matmul_tflops, reference, split_matmul_tflops
+from common.timing.sdpa import Backend, sdpa
+
+__all__ = [
+    "Backend",
+    "Benchmark",
+    "ImpossibleRate",
+    "Reference",
+    "Timing",
+    "all_alike",
+    "benchmark_lines",
+    "matmul_tflops",
+    "measure",
+    "reference",
+    "sdpa",
+    "show_rates",
+    "show_timing",
+    "split_matmul_tflops",
+]
