@@ -18,6 +18,7 @@ if __name__ == "__main__":
     suite.main()
 """
 
+from common.check.attention_case import AttentionCase
 from common.check.case import Case
 from common.check.compare import FACTOR, CheckFailed, assert_close
 from common.check.poison import poisoned
@@ -26,6 +27,7 @@ from common.check.suite import Suite
 
 __all__ = [
     "FACTOR",
+    "AttentionCase",
     "Case",
     "CheckFailed",
     "Rng",

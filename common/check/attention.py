@@ -5,6 +5,7 @@ Both take ``q (batch, q_len, heads, head_dim)``, ``k, v (batch, kv_len, kv_heads
 causal ``j <= i + seqlens_k[b] - q_len``. A row that sees no key is 0.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,3 +73,24 @@ def hide_invisible(
             outside = hidden(j, lengths[:, None])[:, :, None, None]  # (batch, kv_len, 1, 1)
             k.masked_fill_(outside, torch.nan)
             v.masked_fill_(outside, torch.nan)
+
+
+def mistakes(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **visible: Any
+) -> dict[str, Callable[[], Tensor]]:
+    """What attention gives with a well-known mistake, by its name: suspects for ``assert_close``."""
+
+    def by(**changes: Any) -> Callable[[], Tensor]:
+        return lambda: attention_float64(q, k, v, **({"scale": scale} | visible | changes))
+
+    found = {"the scores are not scaled": by(scale=1.0)}
+    lengths = [name for name in ("seqlens_k", "leftpad_k") if visible.get(name) is not None]
+    if lengths:
+        found["the lengths are ignored"] = by(**dict.fromkeys(lengths))
+    if visible.get("causal"):
+        found["the causal mask is ignored"] = by(causal=False)
+        if q.shape[1] < k.shape[1] and not lengths:
+            top = torch.full((q.shape[0],), q.shape[1], dtype=torch.int32, device=q.device)
+            name = "the causal mask begins at the first key; it should end at the last"
+            found[name] = by(seqlens_k=top)
+    return found

@@ -50,7 +50,7 @@ class Case:
 
     def __repr__(self) -> str:
         values = ", ".join(f"{k}={v}" for k, v in self.values.items())
-        return f"Case({self.name!r}, {values})"
+        return f"{type(self).__name__}({self.name!r}, {values})"
 
 
 @dataclass(frozen=True)

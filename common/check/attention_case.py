@@ -1,0 +1,113 @@
+"""The case of an attention check: what q, k and v are like, and what each query sees."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from common.check.case import Case
+from common.check.rng import Rng
+
+BEHIND = 100  # keys of a cache behind those that count
+_OF_EVERY_CASE = ("name", "why", "small", "devices")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class AttentionCase(Case):
+    """One input of an attention check. A suite that has more to say adds fields in a subclass.
+
+    Args:
+        name, why, small, devices: see :class:`Case`.
+        q_len, head_dim: of q.
+        kv_len: as many keys as queries if None.
+        batch, heads: sequences, and heads of q.
+        kv_heads: heads of k and v; as many as q has if None.
+        dtype: of q, k and v.
+        causal: query i sees the keys ``j <= i + kv_len - q_len``.
+        seqlens: how many keys each sequence has; None: all of them.
+        leftpad: how many keys of each sequence are padding at its start; None: none.
+        layout: how q, k and v lie in memory, see :func:`lay_out`.
+        magnitude: factor of q and of k; the scores grow with its square.
+        huge_key: a key that is 100 times as large as the others.
+    """
+
+    name: str = field(kw_only=False)
+    why: str
+    small: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    q_len: int
+    head_dim: int
+    kv_len: int | None = None
+    batch: int = 2
+    heads: int = 2
+    kv_heads: int | None = None
+    dtype: torch.dtype = torch.float32
+    causal: bool = False
+    seqlens: tuple[int, ...] | None = None
+    leftpad: tuple[int, ...] | None = None
+    layout: str = "contiguous"
+    magnitude: float = 1.0
+    huge_key: int | None = None
+
+    def __post_init__(self) -> None:
+        own = {f.name: f.default for f in fields(self) if f.name not in _OF_EVERY_CASE}
+        given = {name: getattr(self, name) for name in own}
+        # What a failure shows of the case: all that is not as usual.
+        values = {name: value for name, value in given.items() if value != own[name]}
+        kv_len = self.q_len if self.kv_len is None else self.kv_len
+        kv_heads = self.heads if self.kv_heads is None else self.kv_heads
+        self.__dict__.update(values=values, kv_len=kv_len, kv_heads=kv_heads)
+
+    def qkv(self, rng: Rng) -> tuple[Tensor, Tensor, Tensor]:
+        """q ``(batch, q_len, heads, head_dim)`` and k, v ``(batch, kv_len, kv_heads, head_dim)``, laid out."""
+        return lay_out(self.layout, *self.numbers(rng))
+
+    def numbers(self, rng: Rng) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, contiguous; for a subclass that changes them."""
+
+        def randn(length: int, heads: int, magnitude: float = 1.0) -> Tensor:
+            shape = (self.batch, length, heads, self.head_dim)
+            return rng.randn(*shape, dtype=self.dtype, scale=magnitude)
+
+        q = randn(self.q_len, self.heads, self.magnitude)
+        k = randn(self.kv_len, self.kv_heads, self.magnitude)
+        if self.huge_key is not None:
+            k[:, self.huge_key] *= 100
+        return q, k, randn(self.kv_len, self.kv_heads)
+
+    def visible(self, device: torch.device) -> dict[str, Any]:
+        """What the queries see: the arguments of :func:`common.check.attention.visible_keys`."""
+        lengths = {"seqlens_k": self.seqlens, "leftpad_k": self.leftpad}
+        return {"causal": self.causal} | {
+            name: torch.tensor(values, dtype=torch.int32, device=device)
+            for name, values in lengths.items()
+            if values is not None
+        }
+
+
+def lay_out(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same numbers in another place: ``(batch, length, heads, head_dim)`` each.
+
+    contiguous    as they are
+    fused         slices of one tensor, as one projection gives them: rows of q, k and v lie 3 hidden_dim apart
+    heads first   ``(batch, heads, length, head_dim)`` in memory, as Hugging Face has it
+    odd           rows that start at odd addresses
+    cache         k and v are the first rows of longer buffers, with NaN behind
+    expanded      the first head of k and of v stands for all: a stride of 0
+    """
+    if layout == "contiguous":
+        return q, k, v
+    if layout == "fused":
+        return torch.stack((q, k, v), dim=2).unbind(2)
+    if layout == "heads first":
+        return tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    if layout == "odd":
+        return tuple(pad(t, (1, 2))[..., 1:-2] for t in (q, k, v))
+    if layout == "cache":
+        longer = (pad(t, (0, 0, 0, 0, 0, BEHIND), value=torch.nan) for t in (k, v))
+        return q, *(t[:, : k.shape[1]] for t in longer)
+    if layout == "expanded":
+        return q, *(t[:, :, :1].expand_as(t) for t in (k, v))
+    raise ValueError(f"there is no layout {layout!r}")
