@@ -2,25 +2,17 @@
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from common.check.case import CHECK_SETTINGS, Item, device_of
+from common.check.case import CHECK_SETTINGS, device_of
 from common.check.compare import CheckFailed
-from common.check.failure import (
-    Failure,
-    describe_out_of_memory,
-    failure_of,
-    indent,
-    short_traceback,
-)
+from common.check.failure import describe_out_of_memory, indent, short_traceback
 from common.check.rng import new_seed
+from common.check.run import run_groups
 from common.memory import NotEnoughMemory
 from common.record import Record
 from common.timing import ImpossibleRate
@@ -28,45 +20,7 @@ from common.timing import ImpossibleRate
 if TYPE_CHECKING:
     from common.check.suite import Suite
 
-SHOWN = 3  # failures of a group that are told in full
 INTERRUPTED = 130
-
-
-@dataclass
-class GroupResult:
-    """How one group of checks went."""
-
-    name: str
-    passed: int = 0
-    total: int = 0
-    seconds: float = 0.0
-    failures: list[Failure] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        return self.passed == self.total
-
-    @property
-    def status(self) -> str:
-        """One of: passed, not written, did not build, not run, failed."""
-        if self.ok:
-            return "passed"
-        if not self.failures:
-            return "not run"
-        categories = {failure.category for failure in self.failures}
-        words = {"not written": "not written", "build": "did not build"}
-        return words.get(categories.pop(), "failed") if len(categories) == 1 else "failed"
-
-    def as_record(self) -> dict[str, Any]:
-        """As JSON, with the text of the first failures."""
-        return {
-            "name": self.name,
-            "passed": self.passed,
-            "total": self.total,
-            "seconds": round(self.seconds, 2),
-            "status": self.status,
-            "failures": [failure.text for failure in self.failures[:SHOWN]],
-        }
 
 
 def main(suite: "Suite", argv: Sequence[str] | None = None) -> int:
@@ -101,7 +55,9 @@ def _parse(suite: "Suite", argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, help="random inputs of an earlier run")
     parser.add_argument("--no-timing", action="store_true", help="checks only")
-    parser.add_argument("--record", type=Path, metavar="FILE.json", help="write the record there")
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE.json", help="also write what was found there"
+    )
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU here")
@@ -137,85 +93,15 @@ def _run(suite: "Suite", options: argparse.Namespace) -> int:
     items = list(suite.items([target], small=options.check))
     if options.check and not items:
         print("no kernels here: nothing for the check build to do")
-    results = _run_groups(suite, options, items)
-    record.groups = [result.as_record() for result in results]
+    run_in = {item.check.group for item in items}
+    groups = [group for group in options.groups if group in run_in or not options.check]
+    record.groups = [found.as_record() for found in run_groups(groups, items, options.seed)]
     if record.ok:
         _benchmark(suite, options, record)
     if options.record:
         record.finish()
         record.write(options.record)
     return 0 if record.ok else 1
-
-
-def _run_groups(
-    suite: "Suite", options: argparse.Namespace, items: list[Item]
-) -> list[GroupResult]:
-    results: list[GroupResult] = []
-    stopped = False  # nothing after a failed build or a lost GPU can tell us more
-    width = max((len(group) for group in options.groups), default=0)
-    for group in options.groups:
-        result = GroupResult(group)
-        mine = [item for item in items if item.check.group == group]
-        if not mine and options.check:
-            continue
-        result.total = len(mine)
-        results.append(result)
-        if stopped:
-            print(f"  {group:<{width}}  not run")
-            continue
-        start = time.perf_counter()
-        with progress(group) as show:
-            for number, item in enumerate(mine):
-                show(f"{group}: {item.case.name} ({number} of {len(mine)})")
-                failure = _attempt(item, options.seed, rerun=len(result.failures) < SHOWN)
-                if failure is None:
-                    result.passed += 1
-                    continue
-                result.failures.append(failure)
-                if failure.category == "build" or _gpu_is_lost(item):
-                    stopped = True
-                    break
-        result.seconds = time.perf_counter() - start
-        _print_group(result, width)
-        if result.status == "not written" and all(item.check.optional for item in mine):
-            print("    this part is optional: it counts once it is written")
-            results.remove(result)
-    return results
-
-
-def _attempt(item: Item, seed: int, rerun: bool) -> Failure | None:
-    try:
-        item.run(seed)
-    except Exception as error:
-        return failure_of(error, item, seed, rerun=rerun)
-    return None
-
-
-def _gpu_is_lost(item: Item) -> bool:
-    """After an illegal access every call of the process fails; synchronise says so."""
-    if item.target != "cuda":
-        return False
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        print(
-            "  the GPU refuses further work in this process after that error; the rest is not run"
-        )
-        return True
-    return False
-
-
-def _print_group(result: GroupResult, width: int) -> None:
-    mark = "" if result.ok else f"  {result.status}"
-    print(
-        f"  {result.name:<{width}}  {result.passed:3} of {result.total:<3} {result.seconds:6.1f} s{mark}",
-        flush=True,
-    )
-    told = list(dict.fromkeys(failure.text for failure in result.failures))
-    for text in told[:SHOWN]:
-        print(indent(text))
-    if len(told) > SHOWN:
-        print(f"    and {len(told) - SHOWN} more")
 
 
 def _benchmark(suite: "Suite", options: argparse.Namespace, record: Record) -> None:
@@ -244,24 +130,3 @@ def _benchmark(suite: "Suite", options: argparse.Namespace, record: Record) -> N
             record.problems.append(f"{benchmark.name}: {type(error).__name__}: {error}")
             record.wrong = True
             print(indent(short_traceback(error)))
-
-
-def progress(what: str) -> AbstractContextManager[Any]:
-    """A line that says what runs now, on a terminal; nothing where the output goes to a file."""
-    if not sys.stdout.isatty():
-        return nullcontext(lambda text: None)
-    from rich.console import Console
-
-    return _Spinner(Console(), what)
-
-
-class _Spinner:
-    def __init__(self, console: Any, what: str) -> None:
-        self._status = console.status(what)
-
-    def __enter__(self) -> Any:
-        self._status.start()
-        return lambda text: self._status.update(text)
-
-    def __exit__(self, *error: object) -> None:
-        self._status.stop()

@@ -337,7 +337,7 @@ def test_suspects() -> None:
     }
     got = torch.softmax(x, 0)
     said = explanation(got, truth, pytorch, axes=("row", "column"), suspects=suspects)
-    assert "usually: over the wrong dimension: with that mistake exactly these numbers" in said
+    assert "usually: over the wrong dimension: that mistake gives exactly these numbers" in said
 
 
 def test_a_suspect_that_is_right_is_not_named() -> None:

@@ -1,0 +1,139 @@
+"""Running a suite's items, group after group, and saying how each group went."""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from common.check.case import Item
+from common.check.failure import Failure, failure_of, indent
+
+SHOWN = 3  # failures of a group that are shown in full
+
+
+@dataclass
+class GroupResult:
+    """How one group of checks went."""
+
+    name: str
+    passed: int = 0
+    total: int = 0
+    seconds: float = 0.0
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def status(self) -> str:
+        """One of: passed, not written, did not build, not run, failed."""
+        if self.passed == self.total:
+            return "passed"
+        if not self.failures:
+            return "not run"
+        categories = {failure.category for failure in self.failures}
+        words = {"not written": "not written", "build": "did not build"}
+        return words.get(categories.pop(), "failed") if len(categories) == 1 else "failed"
+
+    def as_record(self) -> dict[str, Any]:
+        """As JSON, with the first failures' texts."""
+        return {
+            "name": self.name,
+            "passed": self.passed,
+            "total": self.total,
+            "seconds": round(self.seconds, 2),
+            "status": self.status,
+            "failures": [failure.text for failure in self.failures[:SHOWN]],
+        }
+
+
+def run_groups(groups: Sequence[str], items: Sequence[Item], seed: int) -> list[GroupResult]:
+    """Run the items of these groups and print how each group went.
+
+    After a failed build, or an error that leaves the GPU unusable, nothing more is run. An optional group that is not
+    written yet is not among the results.
+    """
+    results: list[GroupResult] = []
+    width = max(map(len, groups), default=0)
+    lost = False
+    for group in groups:
+        mine = [item for item in items if item.check.group == group]
+        result = GroupResult(group, total=len(mine))
+        if lost:
+            print(f"  {group:<{width}}  not run")
+        else:
+            lost = _run_group(result, mine, seed)
+            _print_group(result, width)
+        if result.status == "not written" and all(item.check.optional for item in mine):
+            print("    this part is optional: it counts once it is written")
+        else:
+            results.append(result)
+    return results
+
+
+def _run_group(result: GroupResult, items: Sequence[Item], seed: int) -> bool:
+    """Run a group's items; True if nothing after it can be run."""
+    start = time.perf_counter()
+    lost = False
+    with progress() as bar:
+        task = bar.add_task(result.name, total=len(items))
+        for item in items:
+            bar.update(task, description=f"{result.name}: {item.case.name}")
+            failure = _attempt(item, seed, rerun=len(result.failures) < SHOWN)
+            bar.advance(task)
+            if failure is None:
+                result.passed += 1
+                continue
+            result.failures.append(failure)
+            if lost := failure.category == "build" or _gpu_is_lost(item):
+                break
+    result.seconds = time.perf_counter() - start
+    return lost
+
+
+def _attempt(item: Item, seed: int, rerun: bool) -> Failure | None:
+    try:
+        item.run(seed)
+    except Exception as error:
+        return failure_of(error, item, seed, rerun=rerun)
+    return None
+
+
+def _gpu_is_lost(item: Item) -> bool:
+    """After an illegal access every call of the process fails; synchronise says so."""
+    if item.target != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        print(
+            "  after that error the GPU accepts no more work from this process; the rest is not run"
+        )
+        return True
+    return False
+
+
+def _print_group(result: GroupResult, width: int) -> None:
+    mark = "" if result.status == "passed" else f"  {result.status}"
+    print(
+        f"  {result.name:<{width}}  {result.passed:3} of {result.total:<3} {result.seconds:6.1f} s{mark}",
+        flush=True,
+    )
+    texts = list(dict.fromkeys(failure.text for failure in result.failures))
+    for text in texts[:SHOWN]:
+        print(indent(text))
+    if len(texts) > SHOWN:
+        print(f"    and {len(texts) - SHOWN} more")
+
+
+def progress() -> Progress:
+    """A bar that says what runs now, on a terminal; nothing where the output goes to a file."""
+    return Progress(
+        TextColumn("  {task.description}", markup=False),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        transient=True,
+        disable=not sys.stdout.isatty(),
+    )
