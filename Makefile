@@ -11,8 +11,8 @@ ARGS ?=
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install $(PIP_FLAGS)
 
-# Where there is a GPU and no CUDA compiler, the one from PyPI is installed as well.
-EXTRAS = $(shell command -v nvcc >/dev/null 2>&1 || ! nvidia-smi -L 2>/dev/null | grep -q GPU || echo cuda)
+# Where there is a GPU: what tells its driver, and the CUDA compiler from PyPI if there is no other.
+EXTRAS = $(shell if nvidia-smi -L 2>/dev/null | grep -q GPU; then echo gpu; command -v nvcc >/dev/null 2>&1 || echo cuda; fi)
 
 # A list that pip reads, from the one list that there is.
 requirements = $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \

@@ -10,16 +10,18 @@ import json
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from common import child
+from common.check.progress import progress
 from common.check.rng import new_seed
 from common.marked import MarkerError, write_atomically
 from common.paths import ROOT
@@ -85,15 +87,21 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _grade(options: argparse.Namespace) -> int:
     render(_read_results(), _read_records(), ROOT)  # trouble with them before minutes of work
     where = torch.cuda.get_device_name() if options.device == "cuda" else "the CPU, without a GPU"
-    print(f"grading {len(options.stages)} stages on {where} (--seed {options.seed})", flush=True)
-    with progress() as (show, now):
+    # In a file nothing is gained by folding the table at 80 columns.
+    width = None if sys.stdout.isatty() else 160
+    console = Console(highlight=False, markup=False, emoji=False, width=width)
+    show = partial(console.print, soft_wrap=True)
+    show(f"grading {len(options.stages)} stages on {where} (--seed {options.seed})")
+    entries = {}
+    with progress(console) as bar:
+        task = bar.add_task("", total=len(options.stages))
         for stage in options.stages:
-            now(f"building {stage}")
+            bar.update(task, description=f"building {stage}")
             _build(stage, options.device, show)
-        entries = {}
-        for number, stage in enumerate(options.stages, 1):
-            now(f"{stage} ({number} of {len(options.stages)})")
+        for stage in options.stages:
+            bar.update(task, description=stage)
             entries[stage] = _run_stage(stage, options, show)
+            bar.advance(task)
     records = _read_records()
     kept = records.setdefault(options.device, {"device": options.device, "stages": {}})
     for stage, new in entries.items():
@@ -102,8 +110,8 @@ def _grade(options: argparse.Namespace) -> int:
     text = render(_read_results(), records, ROOT)  # read again: it may have been edited meanwhile
     write_json(RECORDS / f"{options.device}.json", kept)
     write_atomically(RESULTS, text)
-    print_table(entries)
-    print(f"\nResults.md and common/records/{options.device}.json are up to date.")
+    show_table(console, entries)
+    show(f"\nResults.md and common/records/{options.device}.json are up to date.")
     return 0 if all(entry["status"] == "passed" for entry in entries.values()) else 1
 
 
@@ -175,44 +183,25 @@ def _ending(status: int | None, said: Sequence[str]) -> str:
     return next((line.strip() for line in reversed(said) if line.strip()), f"status {status}")
 
 
-@contextmanager
-def progress() -> Iterator[tuple[Show, Show]]:
-    """(print a line, say what runs now); the latter is a moving line on a terminal."""
-    if not sys.stdout.isatty():
-        yield (lambda line: print(line, flush=True)), (lambda text: None)
-        return
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    start = time.monotonic()
-    with console.status("") as status:
-        yield (
-            lambda line: console.print(line, soft_wrap=True),
-            lambda text: status.update(f"{text}, {time.monotonic() - start:.0f} s so far"),
-        )
-
-
-def print_table(entries: Mapping[str, Mapping[str, Any]]) -> None:
+def show_table(console: Console, entries: Mapping[str, Mapping[str, Any]]) -> None:
     """Stage, device, checks, points and what was measured."""
-    rows = [("stage", "device", "checks", "points", "measured")]
+    table = Table(box=None, pad_edge=False)
+    for title in ("stage", "device", "checks", "points", "measured"):
+        table.add_column(title, no_wrap=title != "measured", overflow="fold")
     for stage, entry in entries.items():
-        measured = list(summary(entry)) or ["-"]
+        measured = summary(entry) or ["-"]
         if len(measured) > SHOWN:
             measured[SHOWN:] = [f"and {len(measured) - SHOWN} more in Results.md"]
         checks = checks_passed(entry)
         if entry["status"] != "passed":
             checks += f", {entry['status']}"
         points = f"{entry['earned']:g} of {entry['points']:g}"
-        rows.append((stage, entry["device"], checks, points, measured[0]))
-        rows += [("", "", "", "", line) for line in measured[1:]]
+        table.add_row(stage, entry["device"], checks, points, "\n".join(measured))
     earned = sum(entry["earned"] for entry in entries.values())
     points = sum(entry["points"] for entry in entries.values())
-    rows.append(("total", "", "", f"{earned:g} of {points:g}", ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    print()
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:4], widths, strict=True)]
-        print("  ".join([*cells, row[4]]).rstrip())
+    table.add_row("total", "", "", f"{earned:g} of {points:g}", "")
+    console.print()
+    console.print(table)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,3 @@
-# ruff: noqa: E741  (O is the paper's letter)
 """Task 3: the forward pass of FlashAttention-2 in PyTorch, one tile at a time.
 
 Naive attention writes the whole S = Q K^T, seq x seq numbers for each head, to memory and reads it back

@@ -1,4 +1,3 @@
-# ruff: noqa: E741  (O and l are the paper's letters)
 """Task 3's checks: python -m task3.test [--attention] [--causal] [--layer]"""
 
 from collections.abc import Callable
@@ -272,7 +271,7 @@ class LargestTensor(TorchDispatchMode):
 
     numel, shape, operation = 0, (), ""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.numel() > self.numel:

@@ -1,16 +1,15 @@
 """Running a suite's items, group after group, and saying how each group went."""
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from common.check.case import Item
 from common.check.failure import Failure, failure_of, indent
+from common.check.progress import progress
 
 SHOWN = 3  # failures of a group that are shown in full
 
@@ -125,15 +124,3 @@ def _print_group(result: GroupResult, width: int) -> None:
         print(indent(text))
     if len(texts) > SHOWN:
         print(f"    and {len(texts) - SHOWN} more")
-
-
-def progress() -> Progress:
-    """A bar that says what runs now, on a terminal; nothing where the output goes to a file."""
-    return Progress(
-        TextColumn("  {task.description}", markup=False),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        transient=True,
-        disable=not sys.stdout.isatty(),
-    )

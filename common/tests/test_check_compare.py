@@ -93,12 +93,12 @@ def test_a_sum_taken_one_by_one_passes() -> None:
 
 def online_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     m = torch.full((q.shape[0], 1), -math.inf)
-    l, o = torch.zeros(q.shape[0], 1), torch.zeros(q.shape[0], v.shape[1])  # noqa: E741
+    l, o = torch.zeros(q.shape[0], 1), torch.zeros(q.shape[0], v.shape[1])
     for j in range(0, k.shape[0], 8):
         s = q @ k[j : j + 8].T
         new = torch.maximum(m, s.amax(1, keepdim=True))
         p, rescale = torch.exp(s - new), torch.exp(m - new)
-        l, o, m = rescale * l + p.sum(1, keepdim=True), rescale * o + p @ v[j : j + 8], new  # noqa: E741
+        l, o, m = rescale * l + p.sum(1, keepdim=True), rescale * o + p @ v[j : j + 8], new
     return o / l
 
 

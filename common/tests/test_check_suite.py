@@ -222,7 +222,7 @@ def test_the_check_build_runs_every_setting(
     settings = []
 
     @contextlib.contextmanager
-    def using(**options: object):  # noqa: ANN202
+    def using(**options: object):
         settings.append((options["check"], options["order"], options["eager_copies"]))
         yield
 

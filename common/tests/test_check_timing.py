@@ -7,9 +7,19 @@ import pytest
 import torch
 
 from common.check import Case, CheckFailed, Rng
+from common.check.attention import attention_float64
 from common.record import Record, earned, sources_hash
 from common.tests.answers import make_suite, run
-from common.timing import Benchmark, ImpossibleRate, Reference, Timing, all_alike, measure
+from common.timing import (
+    Backend,
+    Benchmark,
+    ImpossibleRate,
+    Reference,
+    Timing,
+    all_alike,
+    measure,
+    sdpa,
+)
 
 # Times and records -------------------------------------------------------------------------------
 
@@ -108,6 +118,27 @@ def test_a_benchmark_function_keeps_its_promises() -> None:
         record.add(benchmark)
 
 
+@pytest.mark.parametrize("error", [ImpossibleRate, CheckFailed, RuntimeError])
+def test_a_benchmark_that_fails_fails_the_run(
+    error: type[Exception], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    suite = make_suite()
+
+    @suite.check("softmax", [Case("a", why="")])
+    def right(case: Case, device: torch.device, rng: Rng) -> None: ...
+
+    @suite.benchmark("speed", devices=("cpu",))
+    def speed(device: torch.device, record: Record) -> None:
+        raise error("900 TFLOP/s cannot be")
+
+    file = tmp_path / "record.json"
+    assert run(suite, "--record", str(file)) == 1
+    found = json.loads(file.read_text())
+    assert found["status"] == "failed" and "900 TFLOP/s cannot be" in found["problems"][0]
+    out = capsys.readouterr().out
+    assert "900 TFLOP/s cannot be" in out and ("Traceback" in out) == (error is RuntimeError)
+
+
 def test_the_record(tmp_path: Path) -> None:
     suite = make_suite()
 
@@ -122,7 +153,7 @@ def test_the_record(tmp_path: Path) -> None:
     def crash(case: Case, device: torch.device, rng: Rng) -> None:
         assert json.loads(file.read_text())["status"] == "crashed"
 
-    file = tmp_path / "report.json"
+    file = tmp_path / "record.json"
     assert run(suite, "--record", str(file), "--seed", "4") == 1
     record = json.loads(file.read_text())
     assert (record["stage"], record["device"], record["status"]) == ("task9", "cpu", "failed")
@@ -164,3 +195,26 @@ def test_results_rounded_to_neighbours_are_alike(dtype) -> None:
     for wrong in (x + 0.05, x * 1.05, x.clone().index_fill_(0, torch.tensor(7), torch.nan)):
         with pytest.raises(AssertionError):
             all_alike({"ours": x, "alike": x, "wrong": wrong})
+
+
+def test_sdpa_by_a_named_backend() -> None:
+    q, k, v = (torch.randn(2, n, 3, 16) for n in (5, 7, 7))
+    expected = attention_float64(q, k, v).float()
+    for backend in (Backend.MATH, Backend.FLASH):
+        torch.testing.assert_close(sdpa(q, k, v, backend=backend), expected)
+    q, k, v = (torch.randn(2, 7, 3, 16) for _ in range(3))
+    expected = attention_float64(q, k, v, causal=True, scale=0.5).float()
+    got = sdpa(q, k, v, backend=Backend.MATH, causal=True, scale=0.5)
+    torch.testing.assert_close(got, expected)
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()
+    torch.testing.assert_close(sdpa(q, k, v, backend=Backend.MATH, mask=mask, scale=0.5), expected)
+    assert f"{Backend.EFFICIENT}" == "SDPA memory-efficient"
+    assert json.dumps({Backend.CUDNN: 1}) == '{"SDPA cuDNN": 1}'
+
+
+def test_sdpa_refuses_what_would_mean_something_else() -> None:
+    q, k = torch.randn(1, 2, 3, 16), torch.randn(1, 5, 3, 16)
+    with pytest.raises(ValueError, match="as many queries as keys; got 2 queries and 5 keys"):
+        sdpa(q, k, k, backend=Backend.MATH, causal=True)
+    with pytest.raises(RuntimeError):  # it is not there on the CPU: nothing else runs in its place
+        sdpa(q, k, k, backend=Backend.CUDNN)
