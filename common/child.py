@@ -1,4 +1,4 @@
-"""Commands in processes of their own, ended with all that they have started."""
+"""Commands in processes of their own, which are killed with everything that they have started."""
 
 import os
 import signal
@@ -19,17 +19,17 @@ def run(
     cwd: Path,
     env: Mapping[str, str] | None = None,
 ) -> int | None:
-    """Run a command, and end it with all that it has started, also when ``hear`` raises.
+    """Run a command; at its end, or when ``hear`` raises, everything that it has started is killed.
 
     Args:
         command: a program and its arguments.
-        seconds: it is killed after so many.
-        hear: is given each line that it writes, to stdout or stderr.
+        seconds: after which it is killed.
+        hear: receives each line that it writes to stdout or stderr.
         cwd: the folder it runs in.
-        env: its environment; this process's if None. Python in it does not buffer its lines.
+        env: its environment; None: this process's. Python in it does not buffer its lines.
 
     Returns:
-        Its exit status, negative for a signal; None if it took too long.
+        Its exit status, negative for a signal; None if its time ran out.
 
     Raises:
         OSError: there is no such program or folder.
@@ -43,7 +43,7 @@ def run(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # it and all that it starts can be ended together
+        start_new_session=True,  # one process group: it can be killed with all that it starts
     )
     _running.add(process)
     late = threading.Event()
@@ -67,7 +67,7 @@ def run(
 
 
 def end_all() -> None:
-    """End what other threads still run: Ctrl-C reaches neither those threads nor the commands."""
+    """Kill what other threads still run: Ctrl-C reaches neither those threads nor the commands."""
     for process in list(_running):
         _end(process)
 

@@ -1,8 +1,8 @@
 """``python -m common.grade``: build, check, time and record all stages, and fill in Results.md.
 
-Each stage runs in a process of its own, so that one that crashes or hangs does not take the others with
-it. What it found comes back through a file. common/records/{cpu,cuda}.json keep the last results of each
-kind of machine, and are written, like Results.md, at the very end and whole.
+Each stage runs in a process of its own, so that a crash or a hang does not end the others. What it found comes back
+in a file. common/records/cpu.json and cuda.json keep what was found last on each device; they and Results.md are
+written at the very end, whole or not at all.
 """
 
 import argparse
@@ -39,7 +39,9 @@ from common.record import (
 RESULTS = ROOT / "Results.md"
 RECORDS = ROOT / "common/records"
 BUILD_SECONDS = 600
-STAGE_SECONDS = 1800  # hangs end here; the longest stage, task 4 on a GPU, needs a few minutes
+STAGE_SECONDS = (
+    1800  # then a stage counts as hung; the longest, task 4 on a GPU, needs a few minutes
+)
 SHOWN = 4  # measured lines of a stage in the table; Results.md has them all
 
 Show = Callable[[str], None]
@@ -50,7 +52,7 @@ class FormError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Grade; 0 if every stage that ran has passed, 1 if not, 2 if Results.md is broken."""
+    """Grade; returns 0 if every stage that ran has passed, 1 if not, 2 if Results.md cannot be filled in."""
     options = _parse(argv)
     signal.signal(signal.SIGTERM, _terminated)
     try:
@@ -74,7 +76,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--stage", type=int, nargs="+", choices=stages, metavar="N", help="only these (1 to 7)"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    parser.add_argument("--seed", type=int, help="random inputs of an earlier run")
+    parser.add_argument("--seed", type=int, help="repeat the random inputs of an earlier run")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU here")
@@ -85,9 +87,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _grade(options: argparse.Namespace) -> int:
-    render(_read_results(), _read_records(), ROOT)  # trouble with them before minutes of work
+    render(_read_results(), _read_records(), ROOT)  # errors in them before minutes of work
     where = torch.cuda.get_device_name() if options.device == "cuda" else "the CPU, without a GPU"
-    # In a file nothing is gained by folding the table at 80 columns.
+    # Where the output is not a terminal's, the table need not fold at 80 columns.
     width = None if sys.stdout.isatty() else 160
     console = Console(highlight=False, markup=False, emoji=False, width=width)
     show = partial(console.print, soft_wrap=True)
@@ -107,7 +109,7 @@ def _grade(options: argparse.Namespace) -> int:
     for stage, new in entries.items():
         entries[stage] = merge(kept["stages"].get(stage), new)
     kept["stages"].update(entries)
-    text = render(_read_results(), records, ROOT)  # read again: it may have been edited meanwhile
+    text = render(_read_results(), records, ROOT)  # again: it may have been edited meanwhile
     write_json(RECORDS / f"{options.device}.json", kept)
     write_atomically(RESULTS, text)
     show_table(console, entries)
@@ -135,7 +137,7 @@ def _read_records() -> dict[str, Any]:
 
 
 def _build(stage: str, device: str, show: Show) -> None:
-    """Build first, so that no check waits for a compiler; the checks report a build that fails."""
+    """Build first, so that no check waits for a compiler; a build that fails is reported by the checks."""
     if not (ROOT / stage / "compile.py").exists():
         return
     lines: list[str] = []
@@ -148,7 +150,7 @@ def _build(stage: str, device: str, show: Show) -> None:
 
 
 def _run_stage(stage: str, options: argparse.Namespace, show: Show) -> dict[str, Any]:
-    """The stage's record; one made up here if it crashed or hung."""
+    """The stage's record; an empty one if the stage crashed or hung before it wrote any."""
     said: list[str] = []
 
     def hear(line: str) -> None:
@@ -163,7 +165,7 @@ def _run_stage(stage: str, options: argparse.Namespace, show: Show) -> dict[str,
         try:
             record = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError):
-            # It did not get as far as its first line: most often the answer cannot be imported.
+            # It did not reach its first line: usually the answer cannot be imported.
             unknown = Stage(stage, title="", points=POINTS[stage], sources=(f"{stage}/*",))
             record = Record(
                 unknown, device=options.device, seed=options.seed, complete=False, root=ROOT

@@ -1,4 +1,4 @@
-"""Memory: say what is needed before it is taken, and stop or shrink where it is not there."""
+"""Memory: what is needed is compared with what is free before it is allocated."""
 
 import os
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def gib(n: float) -> str:
 
 
 def free_memory(device: torch.device | str) -> tuple[int, int]:
-    """Bytes free and in all; what PyTorch holds but does not use counts as free."""
+    """Bytes free, and bytes in total; what PyTorch has reserved but does not use counts as free."""
     device = torch.device(device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -27,7 +27,7 @@ def free_memory(device: torch.device | str) -> tuple[int, int]:
         with open("/proc/meminfo") as lines:
             known = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
         return known["MemAvailable"], total
-    except (OSError, KeyError):  # macOS keeps no such file; half is a cautious guess
+    except (OSError, KeyError):  # macOS has no such file; half is a cautious guess
         return total // 2, total
 
 
@@ -42,10 +42,10 @@ def require_memory(bytes_needed: float, device: torch.device | str, what: str) -
 def fit_batch(
     batch: int, bytes_needed: Callable[[int], float], device: torch.device | str, what: str
 ) -> tuple[int, str]:
-    """The largest of batch, batch/2, batch/4 ... for which ``bytes_needed(batch)`` is free.
+    """The largest of batch, batch / 2, batch / 4 ... for which ``bytes_needed`` bytes are free.
 
     Returns:
-        The batch, and a note to print and to record: empty if it is the one that was asked for.
+        The batch, and a note to print and to record; empty if nothing had to be scaled down.
 
     Raises:
         NotEnoughMemory: not even one sequence fits.

@@ -1,4 +1,4 @@
-"""What attention should give: the truth in float64, and PyTorch's own answer in the dtype of a case.
+"""Attention's truth in float64, PyTorch's own result in the dtype of a case, and the results of known mistakes.
 
 Both take ``q (batch, q_len, heads, head_dim)``, ``k, v (batch, kv_len, kv_heads, head_dim)`` and return
 ``(batch, q_len, heads, head_dim)``. Row i of sequence b sees the keys ``leftpad_k[b] <= j < seqlens_k[b]``, and if
@@ -66,7 +66,7 @@ def hide_invisible(
     leftpad_k: Tensor | None = None,
     **_: Any,
 ) -> None:
-    """Put NaN where no query may look: a kernel that reads it, even to multiply it by 0, shows it."""
+    """Put NaN where no query may look: a kernel that reads it gives NaN, even if it multiplies it by 0."""
     j = torch.arange(k.shape[1], device=k.device)
     for lengths, hidden in ((seqlens_k, torch.ge), (leftpad_k, torch.lt)):
         if lengths is not None:

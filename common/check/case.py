@@ -1,4 +1,4 @@
-"""A stage's checks as data: cases, the check that takes them, and the items that a run consists of."""
+"""A stage's checks as data: cases, the checks that take them, and the items of a run."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ from common.check.poison import poisoned
 from common.check.rng import Rng
 from common.record import Stage
 
-# How the check build runs a case: order of a block's threads, and whether async copies land at
-# once. Late copies show a missing wait, eager ones a buffer that is overwritten while it is still
-# read; the orders show what only worked because thread 0 happens to run first.
+# How the check build runs a case: the order of a block's threads, and whether async copies land at once. Late copies
+# show a missing wait, eager ones a buffer that is overwritten while it is still read; the orders show what works only
+# because thread 0 happens to run first.
 CHECK_SETTINGS = (("forward", False), ("reverse", True), ("random", False), ("random", True))
 
 CheckFunction = Callable[["Case", torch.device, Rng], None]
@@ -26,8 +26,8 @@ class Case:
     Args:
         name: a few words, unique in its list.
         why: the reason that this case exists.
-        small: quick enough for the check build, which is hundreds of times slower.
-        devices: where it runs; sizes for a GPU alone say ``("cuda",)``.
+        small: fast enough for the check build, which is hundreds of times slower.
+        devices: where it runs; ``("cuda",)`` for sizes that only a GPU can do.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Item:
         return device_of(self.target.removesuffix("-check"))
 
     def run(self, seed: int) -> None:
-        """Run it; whatever is wrong comes out as an exception, with a note that says under what setting."""
+        """Run it; raises whatever is wrong, with a note that names the setting of the check build."""
         if self.target != "cpu-check":
             self._run_once(seed)
             return
@@ -116,9 +116,9 @@ class Item:
                 torch.cuda.synchronize()  # an error of an asynchronous kernel belongs to this case
 
 
-def device_of(kind: str) -> torch.device:
-    """The device of a kind; cuda with its index, so that it equals the device of a tensor made there."""
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+def device_of(name: str) -> torch.device:
+    """The device of that name; cuda with its index, so that it equals the device of a tensor allocated there."""
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 def default_targets() -> list[str]:

@@ -128,10 +128,7 @@ def _check_comparison(
 
 def _check_form(got: object, pytorch: Tensor, dtype: torch.dtype) -> None:
     wanted = f"{tuple(pytorch.shape)} {dtype_name(dtype)} on {pytorch.device}"
-    if type(got) not in (
-        Tensor,
-        torch.nn.Parameter,
-    ):  # a subclass could compute later, or elsewhere
+    if type(got) not in (Tensor, torch.nn.Parameter):  # a subclass could compute lazily
         raise CheckFailed(f"the result should be a plain tensor {wanted}; got {describe(got)}")
     fits = got.shape == pytorch.shape and got.dtype == dtype and got.device == pytorch.device
     if not fits:

@@ -1,4 +1,4 @@
-"""What a failed case says to the person who reads it."""
+"""The text of a failed case."""
 
 import linecache
 import sys
@@ -56,11 +56,10 @@ def failure_of(error: Exception, item: Item, seed: int, *, rerun: bool = True) -
 
 
 def describe_out_of_memory(error: Exception, device: torch.device) -> str:
-    """What was needed and what is free."""
+    """What was needed, and what is free."""
     if isinstance(error, NotEnoughMemory):
         return str(error)
-    # PyTorch's text starts with what it tried to take: "CUDA out of memory. Tried to allocate 20.00
-    # GiB. ..."
+    # PyTorch's text begins "CUDA out of memory. Tried to allocate 20.00 GiB. ..."
     said = " ".join(str(error).split(". ")[:2])
     free, total = free_memory(device)
     return f"out of memory: {said}; now {gib(free)} of {gib(total)} are free"
@@ -86,7 +85,7 @@ def _again(item: Item, seed: int) -> str:
 
 
 def _second_run(error: CheckFailed, item: Item, seed: int) -> str:
-    """Run the case again on the same inputs: only a race or unwritten memory gives something else."""
+    """Run the case again on the same inputs: only a race or uninitialised memory gives another result."""
     if not item.check.kernels or item.target == "cpu-check" or error.fingerprint is None:
         return ""
     try:
@@ -97,8 +96,8 @@ def _second_run(error: CheckFailed, item: Item, seed: int) -> str:
     except Exception:
         return ""
     return (
-        "\na second run on the same inputs gave another result: a race (a missing barrier) or memory that was"
-        " never written; --check on the CPU names the line"
+        "\na second run on the same inputs gave another result: a race (a missing barrier) or uninitialised"
+        " memory; --check on the CPU names the line"
     )
 
 
@@ -107,15 +106,12 @@ def _not_written(error: Exception, item: Item) -> str | None:
         if isinstance(error.not_written, str):
             return error.not_written
         path = _source(item, ".cu" if item.check.kernels else ".py")
-        return (
-            f"{path}: {item.check.group} is not written yet (nothing was written to the output:"
-            " all of it is NaN, as it was allocated)"
-        )
+        return f"{path}: {item.check.group} is not written yet (the output is as it was allocated, all NaN)"
     if not isinstance(error, NotImplementedError):
         return None
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or not frames[-1].filename.startswith(str(ROOT)):
-        return None  # PyTorch raises it too, for operations that it lacks
+        return None  # PyTorch raises it too, for operations that are not implemented
     last = frames[-1]
     if "NotImplementedError" not in linecache.getline(last.filename, last.lineno or 0):
         return None
@@ -144,7 +140,7 @@ def _last_own_frame(tb: TracebackType | None) -> str:
 
 
 def short_traceback(error: Exception, frames: int = 4) -> str:
-    """The last frames, without this package's own at the start."""
+    """The last frames, without those of this package at the start."""
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None and _is_ours(tb):
         tb = tb.tb_next
@@ -157,7 +153,7 @@ def _is_ours(tb: TracebackType) -> bool:
 
 
 def _build_errors() -> tuple[tuple[type, ...], tuple[type, ...]]:
-    # Nothing of common.build is imported for stages that build nothing.
+    # Stages that build nothing do not import common.build.
     build = sys.modules.get("common.build")
     if build is None:
         return (), ()

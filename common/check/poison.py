@@ -1,4 +1,4 @@
-"""Outputs that start as NaN, so that what a kernel did not write cannot look right."""
+"""Outputs that start as NaN: what a kernel does not write cannot look right."""
 
 import warnings
 from collections.abc import Iterator
@@ -12,16 +12,15 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Within it ``torch.empty`` and its relatives are filled with NaN (whole numbers: the largest).
+    """Within it ``torch.empty`` and its relatives are filled with NaN (integers: with the largest one).
 
-    This is PyTorch's own switch, made for deterministic runs; it reaches every allocation of
-    uninitialised memory, on the CPU and on the GPU.
+    This is PyTorch's own switch, made for deterministic runs; it applies to every allocation of uninitialised memory,
+    on the CPU and on the GPU.
     """
     mode = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     with warnings.catch_warnings():
-        # The switch also warns about operations that have no deterministic form. Nobody asked for
-        # one.
+        # The switch also warns about operations without a deterministic form, which are not wanted here.
         warnings.filterwarnings("ignore", message=".*deterministic.*")
         warnings.filterwarnings("ignore", message=".*CuBLAS.*")
         try:

@@ -1,7 +1,4 @@
-"""The pytest side of a Suite: its items as tests, ``--seed``, failures without a traceback.
-
-Loaded by the conftest.py at the repository's root.
-"""
+"""Suites under pytest: items as tests, ``--seed``, failures without a traceback. conftest.py loads it."""
 
 import inspect
 from collections.abc import Callable
@@ -14,7 +11,9 @@ from common.check.rng import new_seed
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seed", type=int, default=None, help="random inputs of an earlier run")
+    parser.addoption(
+        "--seed", type=int, default=None, help="repeat the random inputs of an earlier run"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,7 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> list | None:
-    """A function is a test where it is written: task2's answer has one named test_batched_softmax."""
+    """Only functions that a module defines are its tests: it may import task2's test_batched_softmax."""
     module = getattr(collector, "module", None)
     imported = inspect.isfunction(obj) and module is not None and obj.__module__ != module.__name__
     return [] if imported and not hasattr(obj, "suite") else None
@@ -42,7 +41,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 
 @pytest.fixture
 def run_item(request: pytest.FixtureRequest) -> Callable[[Item], None]:
-    """Runs an item as a test, with the run's seed; a failure is told in its own words."""
+    """Runs an item as a test, with the run's seed; a failure shows its explanation alone."""
     seed = request.config.getoption("--seed")
 
     def run(item: Item) -> None:

@@ -1,4 +1,4 @@
-"""Random inputs: new ones every run, the same ones again with the same seed."""
+"""Random inputs: new ones in every run, the same ones with the same seed."""
 
 import hashlib
 import secrets
@@ -6,19 +6,21 @@ import secrets
 import torch
 from torch import Tensor
 
-_MADE_ON_CPU = 1 << 24  # elements; up to here the CPU and the GPU get the same numbers for one seed
+_MADE_ON_CPU = (
+    1 << 24
+)  # elements; up to this size the CPU and the GPU get the same numbers from one seed
 
 
 def new_seed() -> int:
-    """A seed that nobody could know beforehand."""
+    """An unpredictable seed."""
     return secrets.randbelow(1 << 31)
 
 
 class Rng:
     """Random tensors on one device.
 
-    The numbers follow from the seed and the names alone, so one case gives the same inputs whether it
-    runs by itself or among all the others.
+    The numbers depend on the seed and the names alone, so a case has the same inputs whether it runs by itself or
+    among all the others.
 
     Args:
         seed: the run's seed.
@@ -48,7 +50,7 @@ class Rng:
     def uniform(
         self, low: float, high: float, *shape: int, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """Numbers spread evenly over [low, high)."""
+        """Numbers, uniform over [low, high)."""
         where = self._where(shape)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         out = torch.rand(*shape, dtype=wide, device=where, generator=self._generator(where))

@@ -1,4 +1,4 @@
-"""``python -m taskN.test``: the script side of a Suite."""
+"""The command ``python -m taskN.test``: a suite's checks, then its benchmarks."""
 
 import argparse
 import sys
@@ -24,7 +24,7 @@ INTERRUPTED = 130
 
 
 def main(suite: "Suite", argv: Sequence[str] | None = None) -> int:
-    """Run the suite as the command line says; the exit status."""
+    """Run the suite as the command line asks; returns the exit status."""
     options = _parse(suite, argv)
     try:
         return _run(suite, options)
@@ -53,7 +53,7 @@ def _parse(suite: "Suite", argv: Sequence[str] | None) -> argparse.Namespace:
         help="the small cases in the check build, which names races and bad accesses (on cuda: only the"
         " small cases, for compute-sanitizer)",
     )
-    parser.add_argument("--seed", type=int, help="random inputs of an earlier run")
+    parser.add_argument("--seed", type=int, help="repeat the random inputs of an earlier run")
     parser.add_argument("--no-timing", action="store_true", help="checks only")
     parser.add_argument(
         "--record", type=Path, metavar="FILE.json", help="also write what was found there"

@@ -15,7 +15,7 @@ from common.record import Record, Stage
 
 @dataclass(frozen=True)
 class BenchmarkFunction:
-    """What is timed or generated after the checks; ``fields`` names the benchmarks that it promises to add."""
+    """What is timed or generated after the checks, and the names of the benchmarks that it adds."""
 
     name: str
     function: Callable[[torch.device, Record], None]
@@ -27,12 +27,8 @@ class Suite:
     """The checks and benchmarks of one stage.
 
     Args:
-        name: the stage's folder, "task2".
-        title: what it is, for people.
-        points: what the stage is worth.
-        sources: files that decide its result (glob patterns from the repository's root); the first ``.cu`` and
-            the first ``.py`` are named when something is not written yet. A figure in Results.md is marked
-            stale when one of these, or a header in common/include, has changed since it was measured.
+        name, title, points: see :class:`common.record.Stage`.
+        sources: see there; a message about what is not written yet names the first ``.cu`` or the first ``.py``.
     """
 
     def __init__(
@@ -47,8 +43,8 @@ class Suite:
     ) -> Callable[[CheckFunction], CheckFunction]:
         """Register ``f(case, device, rng)``, which raises if something is wrong.
 
-        ``group`` gives the flag ``--group``; several checks may share one. ``kernels=False`` is for checks that
-        run no kernel of ours: the check build is not asked for. An ``optional`` group does not count while it is
+        ``group`` is also its flag, ``--group``; several checks may share one. ``kernels=False`` is for checks that
+        run no kernel of ours: they are not run in the check build. An ``optional`` group does not count while it is
         not written; once it is, it has to be right.
         """
         names = [case.name for case in cases]
@@ -66,10 +62,10 @@ class Suite:
     def benchmark(
         self, name: str, *, devices: Sequence[str] = ("cuda",), fields: Sequence[str] = ()
     ) -> Callable[[Callable[[torch.device, Record], None]], Callable[[torch.device, Record], None]]:
-        """Register ``f(device, record)``: run by the script, and only after all checks have passed.
+        """Register ``f(device, record)``, which the script runs after all checks have passed.
 
-        ``fields`` names the benchmarks that it will add to the record, so that Results.md can show what is to be
-        measured before it was. Texts need no field.
+        ``fields`` names the benchmarks that it will add to the record, so that Results.md can list what has not been
+        measured yet. Texts need no field.
         """
 
         def register(function: Callable[[torch.device, Record], None]) -> Any:
@@ -81,7 +77,7 @@ class Suite:
 
     @property
     def groups(self) -> list[str]:
-        """In the order of their first check."""
+        """The groups of checks, in the order of their first check."""
         return list(dict.fromkeys(check.group for check in self.checks))
 
     def items(self, targets: Sequence[str], *, small: bool = False) -> Iterator[Item]:
@@ -98,11 +94,11 @@ class Suite:
 
     @property
     def fields(self) -> list[str]:
-        """The names of all benchmarks that it promises."""
+        """The names of all benchmarks."""
         return [field for benchmark in self.benchmarks for field in benchmark.fields]
 
     def pytest(self) -> FunctionType:
-        """A test function, one test for each item; common/check/pytest_plugin.py gives it its items and runs them."""
+        """A test function for pytest, one test per item; the items come from common/check/pytest_plugin.py."""
 
         def test(item: Item, run_item: Callable[[Item], None]) -> None:
             run_item(item)
@@ -111,5 +107,5 @@ class Suite:
         return test  # type: ignore[return-value]
 
     def main(self, argv: Sequence[str] | None = None) -> None:
-        """The script side, ``python -m taskN.test``; ends the process with its status."""
+        """The command ``python -m taskN.test``; ends the process with its exit status."""
         sys.exit(script.main(self, argv))

@@ -1,10 +1,10 @@
-"""What only a GPU can show: ``python -m common.staff.gpu_evidence [sanitizer] [pytest]``, by default both.
+"""What only a GPU can show: ``python -m common.staff.gpu_evidence [sanitizer] [pytest]``, both by default.
 
-    sanitizer   compute-sanitizer: memcheck, racecheck, initcheck and synccheck over every kernel
-                (common/tests/test_devices_agree.py), the first, second and last also over the tasks' small cases
-    pytest      the whole test suite with cuda tensors; each kernel's CPU and GPU outputs compared in one run
+    sanitizer   compute-sanitizer's memcheck, racecheck, initcheck and synccheck of every kernel
+                (common/tests/test_devices_agree.py), and all but initcheck of the tasks' small cases
+    pytest      all tests with cuda tensors, among them the comparison of each kernel's outputs on CPU and GPU
 
-Writes common/records/gpu_evidence.json and ends with status 1 if anything is not clean.
+Writes common/records/gpu_evidence.json and exits with status 1 if anything is not clean.
 """
 
 import argparse
@@ -26,46 +26,30 @@ from common.record import git_commit, machine, now, write_json
 RECORD = ROOT / "common/records/gpu_evidence.json"
 AGREE = "largest difference between CPU and GPU"
 
-EVERY_KERNEL = [
-    "-m",
-    "pytest",
-    "-v",  # names the kernel at which it hangs
-    "-p",
-    "no:cacheprovider",
-    "common/tests/test_devices_agree.py",
-]
+PYTEST = ["-m", "pytest", "-v", "-p", "no:cacheprovider"]  # -v names the kernel that hangs
+EVERY_KERNEL = [*PYTEST, "common/tests/test_devices_agree.py"]
 SMALL_CASES = [
     ["-m", f"{module}.test", "--check", "--device", "cuda", "--no-timing"]
     for module in ("task2", "task4", "task5", "task4.ladder")
 ]
-# initcheck sees only what the examined kernels write: where PyTorch's kernels run too, it takes their results for
-# uninitialised. In EVERY_KERNEL nothing but the course's kernels and copies runs on the GPU.
+# initcheck sees only what instrumented kernels write and takes the results of PyTorch's kernels for uninitialised. In
+# EVERY_KERNEL only the course's kernels, and copies, run on the GPU.
 JOBS = [(tool, EVERY_KERNEL) for tool in ("memcheck", "racecheck", "initcheck", "synccheck")]
 JOBS += [(tool, test) for test in SMALL_CASES for tool in ("memcheck", "racecheck", "synccheck")]
-
-
-LONGEST = 300  # seconds for one job; the longest on an H200, racecheck of the ladder, took 110
+LONGEST = 300  # seconds for one job; racecheck of the ladder, the longest on an H200, took 110
 
 
 def sanitize(tool: str, test: list[str]) -> dict:
-    """Run a test on the GPU under one of compute-sanitizer's tools."""
-    # racecheck reports a race in cuDNN's attention, which PyTorch's side of a comparison may run.
-    others = ["--kernel-name-exclude", "kernel_substring=cudnn"]
-    command = [
-        "compute-sanitizer",
-        "--tool",
-        tool,
-        "--error-exitcode",
-        "9",
-        *others,
-        sys.executable,
-        *test,
-    ]
-    alone = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    told: list[str] = []
+    """Run a test on the GPU under one of compute-sanitizer's tools; returns the job's entry in the record."""
+    # racecheck reports a race in cuDNN's attention, which PyTorch may use for its side of a comparison.
+    exclude = ["--kernel-name-exclude", "kernel_substring=cudnn"]
+    sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *exclude]
+    command = [*sanitizer, sys.executable, *test]
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    lines: list[str] = []
     begin = time.monotonic()
-    status = child.run(command, LONGEST, told.append, cwd=ROOT, env=alone)
-    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", "\n".join(told))
+    status = child.run(command, LONGEST, lines.append, cwd=ROOT, env=env)
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", "\n".join(lines))
     if status is None:
         summary = [f"stopped after {LONGEST} s"]
     name = " ".join(test[1:2] if test[1] != "pytest" else test[-1:])
@@ -75,13 +59,13 @@ def sanitize(tool: str, test: list[str]) -> dict:
     )
     clean = status == 0 and bool(summary) and all("SUMMARY: 0 " in line for line in summary)
     if not clean:
-        told = [line for line in told if "Host Frame" not in line]
-        print("\n".join(line[:160] for line in told[-60:]))
+        lines = [line for line in lines if "Host Frame" not in line]
+        print("\n".join(line[:160] for line in lines[-60:]))
     return {"tool": tool, "test": name, "clean": clean, "summary": summary}
 
 
 def run_pytest() -> dict:
-    """The whole test suite; how many passed, and how far CPU and GPU were apart for each kernel."""
+    """All tests: how many passed, and the largest difference between CPU and GPU for each kernel."""
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "pytest.xml"
         done = subprocess.run(
@@ -113,7 +97,7 @@ def run_pytest() -> dict:
 
 
 def run_sanitizer() -> dict:
-    """All tools, a few at a time."""
+    """All jobs, several at a time."""
     build = [sys.executable, "-m", "common.build", "--device", "cuda"]
     subprocess.run(build, cwd=ROOT, check=True)
     with ThreadPoolExecutor(7) as pool:

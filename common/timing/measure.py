@@ -1,8 +1,8 @@
-"""How long something takes on the GPU."""
+"""Timing operations against each other on a GPU."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,7 @@ _MAX_HEAD_START_MS = 10.0
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of one operation in milliseconds: median, the spread around it, how many."""
+    """The times of one operation in milliseconds: median, 10th and 90th percentile, and how many runs."""
 
     median_ms: float
     p10_ms: float
@@ -25,7 +25,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples_ms: Sequence[float]) -> "Timing":
-        """From the single times."""
+        """From the times of single runs."""
         times = torch.tensor(samples_ms, dtype=torch.float64)
         p10, median, p90 = torch.quantile(times, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64))
         return cls(median.item(), p10.item(), p90.item(), len(samples_ms))
@@ -35,12 +35,7 @@ class Timing:
         return Timing(self.median_ms / parts, self.p10_ms / parts, self.p90_ms / parts, self.n)
 
     def as_record(self) -> dict[str, float | int]:
-        return {
-            "median_ms": self.median_ms,
-            "p10_ms": self.p10_ms,
-            "p90_ms": self.p90_ms,
-            "n": self.n,
-        }
+        return asdict(self)
 
 
 def measure(
@@ -53,17 +48,20 @@ def measure(
 ) -> dict[str, Timing]:
     """Time several functions against each other on the current GPU.
 
-    Each call stands between two CUDA events of its own. The functions take turns, so that clocks and heat
-    are the same for all. Before each call the L2 cache is emptied, outside of the events.
+    Each call is timed by two CUDA events of its own. The functions are interleaved, so that clocks and temperature
+    are the same for all. The L2 cache is flushed before each call, outside of the events.
 
     Args:
         functions: what to time, by name; each launches its work on the current stream and returns its output.
-        seconds: how long the whole measurement may take, warm-up apart; at least five runs each are taken.
-        each: how long one function may take, instead, where some are very much slower than others: one that has had
-            its time sits out the rest. At least two runs each are taken.
-        check: gets the last outputs by name and raises if one is wrong; no times are returned then.
+        seconds: how long the whole measurement may take, without the warm-up; each function runs at least five times.
+        each: a limit for each function instead, where some are much slower than others: a function that has used its
+            seconds is not run again. Each runs at least twice.
+        check: receives the last outputs by name and raises if one is wrong; no times are returned then.
         include_host: time what a user waits for, the calls from Python included (a generation loop). Without
             it the GPU is kept busy until the host has queued the work, so that the work alone is timed.
+
+    Returns:
+        The times of each function, by name.
 
     Raises:
         RuntimeError: no GPU.
@@ -87,7 +85,7 @@ def measure(
                 break
         for name in names if runs % 2 == 0 else reversed(names):
             began = time.perf_counter()
-            outputs.pop(name, None)  # its memory is free again before the next output is made
+            outputs.pop(name, None)  # free its memory before the next output is allocated
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush()
             if include_host:
@@ -97,7 +95,7 @@ def measure(
             start.record()
             outputs[name] = functions[name]()
             end.record()
-            torch.cuda.synchronize()  # nothing of this call is left when the next one starts
+            torch.cuda.synchronize()  # this call is complete before the next one starts
             events[name].append((start, end))
             spent[name] += time.perf_counter() - began
         runs += 1
@@ -110,10 +108,10 @@ def measure(
 
 
 def all_alike(outputs: Mapping[str, Tensor]) -> None:
-    """A check for :func:`measure`: nothing that gave another result is timed.
+    """A check for :func:`measure`: AssertionError unless all outputs are the first one, coarsely.
 
-    It only catches gross mistakes of the measurement; how near is near enough is what the checks decide. In bfloat16
-    two results that are both right may be rounded to neighbours, which are further apart than 1e-3.
+    It finds gross mistakes of the measurement; the checks decide what is precise enough. In bfloat16 two correct
+    results may be rounded to neighbours, which differ by more than 1e-3.
     """
     ours, *others = outputs.values()
     rtol = max(1e-3, torch.finfo(ours.dtype).eps)
@@ -122,7 +120,7 @@ def all_alike(outputs: Mapping[str, Tensor]) -> None:
 
 
 def _warm_up(function: Callable[[], Any]) -> float:
-    """Build, autotune and fill the allocator; returns how long the host needs to queue one call, in ms."""
+    """Build, autotune and fill the allocator; returns the milliseconds that the host needs to queue one call."""
     function()
     torch.cuda.synchronize()
     until = time.perf_counter() + 0.1
@@ -155,8 +153,8 @@ def _cycles_per_ms() -> float:
 
 
 class _Flush:
-    """Empties the L2 cache: twice its size is written, which drives out the inputs, then read, which drives
-    out the written lines in turn. Otherwise the timed kernel would pay for writing them back.
+    """Flushes the L2 cache: twice its size is written, which evicts the inputs, then read, which evicts the written
+    lines: otherwise the timed kernel would pay for writing them back.
     """
 
     def __init__(self) -> None:
