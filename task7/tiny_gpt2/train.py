@@ -22,13 +22,13 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
+from common.marked import replace
 from task7.tiny_gpt2.corpus import documents
 
 FOLDER = Path(__file__).parent
 END_OF_TEXT = "<|endoftext|>"
 END_ID = 0
 MAX_FOLDER_BYTES = 5_000_000
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 
 @dataclass(frozen=True)
@@ -284,11 +284,7 @@ def with_figures(readme: str, figures: dict, size: int) -> str:
         f"| time | {figures['seconds']} s, {machine['threads']} threads ({machine['processor']}), "
         f"torch {machine['torch']}, transformers {machine['transformers']} |",
     ]
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"README.md has no {BEGIN} ... {END}")
-    return f"{before}{begin}\n" + "\n".join(lines) + f"\n{end}{after}"
+    return replace(readme, "train", {"figures": lines}, file="README.md")
 
 
 def main() -> None:
