@@ -59,7 +59,7 @@ def _main(sources: Sequence[Path], program: str, *, skip: bool = False) -> int:
         ]
         for built in builder.make(targets, verbose=options.verbose):
             if built.seconds is not None or options.verbose or built.target in targets:
-                _report(built, options.verbose)
+                report(built, options.verbose)
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1
@@ -83,7 +83,8 @@ def _skipped(source: Path, arch: str | None) -> bool:
     return True
 
 
-def _report(built: Built, verbose: bool) -> None:
+def report(built: Built, verbose: bool) -> None:
+    """Print how a target was built, its warnings and, if verbose, each kernel's resources."""
     target = built.target
     print(f"{builder.display(target.source)}: {_how(target)}, {_when(built.seconds)}")
     if (built.seconds is not None or verbose) and (warnings := builder.readable(built.said)):

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from common.timing import Backend, sdpa
 
 
 def visible_keys(
@@ -56,6 +58,23 @@ def attention_pytorch(
         q, k, v, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out.nan_to_num(0.0).transpose(1, 2)
+
+
+def attention_fused_float32(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **visible: Any
+) -> Tensor:
+    """The same by PyTorch's fused float32 kernel. For any lengths it needs a mask with aligned rows.
+
+    Raises:
+        RuntimeError: it does not run here.
+    """
+    group, kv_len = q.shape[2] // k.shape[2], k.shape[1]
+    seen = pad(visible_keys(q, k, **visible), (0, -kv_len % 8))
+    mask = torch.zeros(seen.shape, device=q.device).masked_fill_(~seen, -torch.inf)[..., :kv_len]
+    mask = mask.expand(-1, q.shape[2], -1, -1)
+    k, v = (t.repeat_interleave(group, 2) for t in (k, v))
+    out = sdpa(q, k, v, backend=Backend.EFFICIENT, mask=mask, scale=scale)
+    return out.masked_fill(~seen.any(-1).transpose(1, 2)[..., None], 0.0)
 
 
 def hide_invisible(

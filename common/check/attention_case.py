@@ -96,6 +96,7 @@ def lay_out(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     odd           rows that start at odd addresses
     cache         k and v are the first rows of longer buffers, with NaN behind
     expanded      the first head of k and of v stands for all: a stride of 0
+    far           rows 2^24 elements apart and sequences 2^31; q, k and v side by side, with as many heads and rows
     """
     if layout == "contiguous":
         return q, k, v
@@ -110,4 +111,11 @@ def lay_out(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
         return q, *(t[:, : k.shape[1]] for t in longer)
     if layout == "expanded":
         return q, *(t[:, :, :1].expand_as(t) for t in (k, v))
+    if layout == "far":
+        batch, rows, heads, d = q.shape
+        store = q.new_empty((batch - 1 << 31) + (rows << 24) + 3 * heads * d)
+        starts = ((t, i * heads * d) for i, t in enumerate((q, k, v)))
+        return tuple(
+            store.as_strided(t.shape, (1 << 31, 1 << 24, d, 1), i).copy_(t) for t, i in starts
+        )
     raise ValueError(f"there is no layout {layout!r}")

@@ -1,7 +1,7 @@
 """Running a suite's items, group after group, and saying how each group went."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,8 +47,8 @@ class GroupResult:
         }
 
 
-def run_groups(groups: Sequence[str], items: Sequence[Item], seed: int) -> list[GroupResult]:
-    """Run the items of these groups and print how each group went.
+def run_groups(groups: Mapping[str, Sequence[Item]], seed: int) -> list[GroupResult]:
+    """Run the items of each group and print how it went.
 
     After a failed build, or an error that leaves the GPU unusable, nothing more is run. An optional group that is not
     written yet is not among the results.
@@ -56,15 +56,14 @@ def run_groups(groups: Sequence[str], items: Sequence[Item], seed: int) -> list[
     results: list[GroupResult] = []
     width = max(map(len, groups), default=0)
     lost = False
-    for group in groups:
-        mine = [item for item in items if item.check.group == group]
-        result = GroupResult(group, total=len(mine))
+    for group, items in groups.items():
+        result = GroupResult(group, total=len(items))
         if lost:
             print(f"  {group:<{width}}  not run")
         else:
-            lost = _run_group(result, mine, seed)
+            lost = _run_group(result, items, seed)
             _print_group(result, width)
-        if result.status == "not written" and all(item.check.optional for item in mine):
+        if result.status == "not written" and all(item.check.optional for item in items):
             print("    this part is optional: it counts once it is written")
         else:
             results.append(result)

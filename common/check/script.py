@@ -93,9 +93,9 @@ def _run(suite: "Suite", options: argparse.Namespace) -> int:
     items = list(suite.items([target], small=options.check))
     if options.check and not items:
         print("no kernels here: nothing for the check build to do")
-    run_in = {item.check.group for item in items}
-    groups = [group for group in options.groups if group in run_in or not options.check]
-    record.groups = [found.as_record() for found in run_groups(groups, items, options.seed)]
+    groups = {name: [i for i in items if i.check.group == name] for name in options.groups}
+    groups = {name: found for name, found in groups.items() if found or not options.check}
+    record.groups = [found.as_record() for found in run_groups(groups, options.seed)]
     if record.ok:
         _benchmark(suite, options, record)
     if options.record:

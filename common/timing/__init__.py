@@ -12,8 +12,14 @@ from common.timing.benchmark import (
     show_rates,
     show_timing,
 )
-from common.timing.measure import Timing, all_alike, measure
-from common.timing.reference import Reference, matmul_tflops, reference, split_matmul_tflops
+from common.timing.measure import Timing, all_alike, measure, microseconds
+from common.timing.reference import (
+    Reference,
+    float32_products,
+    matmul_tflops,
+    reference,
+    split_matmul_tflops,
+)
 from common.timing.sdpa import Backend, sdpa
 
 __all__ = [
@@ -24,8 +30,10 @@ __all__ = [
     "Timing",
     "all_alike",
     "benchmark_lines",
+    "float32_products",
     "matmul_tflops",
     "measure",
+    "microseconds",
     "reference",
     "sdpa",
     "show_rates",

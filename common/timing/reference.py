@@ -1,6 +1,7 @@
 """What PyTorch reaches on this GPU, to judge a rate by: a pure read, and large matrix products."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 
@@ -63,12 +64,19 @@ def _read_gb_per_s(size: int) -> float:
 def matmul_tflops(dtype: torch.dtype, n: int = 8192, *, tf32: bool = False) -> float:
     """What PyTorch's matrix product of n cubed reaches; float32 in float32, or rounded to tf32."""
     a, b = (torch.randn(n, n, device="cuda").to(dtype) for _ in range(2))
-    precision = torch.get_float32_matmul_precision()
+    with float32_products(tf32=tf32):
+        return _tflops(lambda: a @ b, n)
+
+
+@contextmanager
+def float32_products(*, tf32: bool) -> Iterator[None]:
+    """Inside, PyTorch multiplies float32 matrices rounded to tf32, or in float32."""
+    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     try:
-        return _tflops(lambda: a @ b, n)
+        yield
     finally:
-        torch.set_float32_matmul_precision(precision)
+        torch.set_float32_matmul_precision(before)
 
 
 def split_matmul_tflops(n: int = 8192) -> float:
