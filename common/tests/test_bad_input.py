@@ -214,7 +214,7 @@ def _odd(t, rung):
 
 
 LADDER = [
-    Row("ladder: no such rung", lambda t: _rung(t, 16, 1, 5, 2, 64), "no rung 16", "rungs 1 to 15"),
+    Row("ladder: no such rung", lambda t: _rung(t, 17, 1, 5, 2, 64), "no rung 17", "rungs 1 to 16"),
     Row("ladder: another dtype", lambda t: _rung(t, 9, 1, 5, 2, 64, dtype=torch.float32),
         "rung 9 (Q and P in registers) takes float16 and bfloat16 tensors", "got float32", "1 to 6"),
     Row("ladder: a dtype that no rung takes", lambda t: _rung(t, 3, 1, 5, 2, 64, dtype=F64), "float16 or bfloat16", "float64"),

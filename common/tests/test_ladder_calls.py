@@ -1,4 +1,4 @@
-"""Calling a rung of the ladder: which one runs, what it says of what it cannot take, and what a call costs."""
+"""Calling a rung of the ladder: which one runs, and what it says about tensors that it cannot take."""
 
 import logging
 import os
@@ -12,8 +12,11 @@ from common.build import builder
 from common.check import assert_close
 from common.check.attention import attention_float64, attention_pytorch
 from common.paths import ROOT
-from task4.ladder import rungs, speed
-from task4.ladder.rungs import BF16, FP16, FP32, RUNGS, fastest, ladder_attention
+from task4.ladder import call, rungs
+from task4.ladder.benchmark import host_cost
+from task4.ladder.call import ladder_attention
+from task4.ladder.evidence.bars import finite_rows
+from task4.ladder.rungs import BF16, FP16, FP32, RUNGS, fastest
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
@@ -23,7 +26,7 @@ def _qkv(device, *shape, dtype=FP16):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_default_is_a_rung_that_is_as_precise_as_its_tensors(device):
+def test_the_default_is_a_rung_that_is_as_accurate_as_its_tensors(device):
     device = torch.empty(0, device=device).device
     for dtype in (FP32, FP16, BF16):
         for head_dim in (64, 128):
@@ -46,7 +49,7 @@ def test_what_a_vector_load_cannot_take_goes_to_a_rung_that_can(device, which, h
             -1, (2, 64)
         )
     inputs[which] = odd.copy_(inputs[which])
-    rungs._calls.clear()  # it is told once for each kind of call
+    call._calls.clear()  # it is logged once for tensors like these
     with caplog.at_level(logging.INFO, logger="task4.ladder"):
         got = ladder_attention(*inputs, causal=True)
     name = "qkv"[which]
@@ -86,10 +89,12 @@ def test_nothing_to_compute(device, rung):
         assert not out.any()
 
 
-def test_dispatch_costs_at_most_10_microseconds():
-    q, k, v = _qkv("cpu", 2, 64, 4, 128)
-    cost = speed.host_cost(q, k, v, rung=3)
-    assert cost.dispatch_us + cost.allocate_us < 10
+def test_the_parts_of_what_a_call_costs_the_host():
+    """How much that may be is a bar of the ladder: python -m task4.ladder --bars."""
+    cost = host_cost(*_qkv("cpu", 2, 64, 4, 128), rung=3)
+    assert list(cost) == ["dispatch", "allocate", "launch", "in all"]
+    *parts, whole = cost.values()
+    assert min(parts) > 0 and sum(parts) == pytest.approx(whole)
 
 
 SHARED = """
@@ -139,7 +144,7 @@ def test_the_rungs_and_their_files_agree():
         if rung.source.exists():
             assert builder.architectures(rung.source) == (("sm_90a",) if rung.hopper else ()), rung
     assert [r.number for r in RUNGS] == list(range(1, len(RUNGS) + 1))
-    assert set(rungs.FASTEST_FIRST) <= {r.number for r in RUNGS}
+    assert sorted(rungs.FASTEST_FIRST) == [r.number for r in RUNGS]
 
 
 HOPPER = [rung for rung in RUNGS if rung.hopper]
@@ -151,8 +156,8 @@ on_hopper = pytest.mark.skipif(
 
 @on_hopper
 @pytest.mark.parametrize("rung", HOPPER, ids=str)
-def test_what_is_no_number_stays_where_it_was(rung):
-    """A sum that is NaN must not be taken for one that can be mended by computing it again."""
+def test_nan_reaches_the_rows_that_see_it_and_no_others(rung):
+    """A sum that is NaN must not be taken for one that recomputing the tile would repair."""
     for dtype in rung.dtypes:
         q, k, v = _qkv("cuda", 1, 2304, 2, 64, dtype=dtype)
         k[0, 40, 0] = torch.nan  # every row of head 0 sees it
@@ -163,16 +168,25 @@ def test_what_is_no_number_stays_where_it_was(rung):
 
 
 @on_hopper
+@pytest.mark.parametrize("rung", HOPPER, ids=str)
+def test_rows_to_which_an_infinite_key_gives_the_score_minus_infinity_are_finite(rung):
+    for head_dim in rung.head_dims:
+        finite, rows = finite_rows(rung, head_dim)
+        assert finite == rows > 0
+
+
+@on_hopper
+@pytest.mark.parametrize("rung", [r for r in RUNGS if r.counter], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_launch_leaves_its_counter_at_0(head_dim):
-    """Tiles are counted if there are more of them than multiprocessors; those computed again are not counted twice."""
+def test_a_launch_leaves_its_counter_at_0(rung, head_dim):
+    """Tiles are counted if there are more of them than SMs; those computed again are not counted twice."""
     device = torch.device("cuda", torch.cuda.current_device())
-    counter = rungs.counter(device)
+    counter = call.counter(device)
     for _ in range(3):
         for rows in (2500, 300):  # 420 or 600 tiles, and 90
             q, k, v = _qkv("cuda", 1, rows, 30, head_dim)
             k[:, :200] *= 60  # scores above the first ones by more than exp() can take
-            got = ladder_attention(q, k, v, causal=True, rung=14)
+            got = ladder_attention(q, k, v, causal=True, rung=rung.number)
             assert counter.item() == 0
             assert_close(
                 got,
@@ -180,6 +194,6 @@ def test_a_launch_leaves_its_counter_at_0(head_dim):
                 attention_pytorch(q, k, v, causal=True),
                 axes=("batch", "row", "head", "column"),
             )
-    assert rungs.counter(device) is counter
+    assert call.counter(device) is counter
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert rungs.counter(device) is not counter
+        assert call.counter(device) is not counter

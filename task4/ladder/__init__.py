@@ -1,11 +1,15 @@
-"""The ladder: attention kernels from one thread a row to the fastest on the chip, one file and one change a rung.
+"""The ladder: attention kernels from one thread per row to the fastest, one file and one change per rung.
 
-rungs      which rungs there are, what each can run on, and calling them
-test       every rung against float64:   python -m task4.ladder.test
-__main__   build, check and time them:   python -m task4.ladder
-speed      timing beside PyTorch's kernels;  table, plot: what is made of it;  counters: what bounds a rung
+rungs       which rungs there are, and what each can run on
+call        calling them: ladder_attention
+test        every rung against float64:   python -m task4.ladder.test
+__main__    build, check and time them:   python -m task4.ladder
+benchmark   timing beside PyTorch's kernels and FlashAttention-3
+record      what was measured, table.json;  table: README.md and RESULTS.md from it;  plot: the pictures
+evidence/   accuracy beside PyTorch's kernels, the bars, and the hardware's counters
 """
 
-from task4.ladder.rungs import RUNGS, Rung, ladder_attention
+from task4.ladder.call import ladder_attention, prepared
+from task4.ladder.rungs import RUNGS, Rung, fastest
 
-__all__ = ["RUNGS", "Rung", "ladder_attention"]
+__all__ = ["RUNGS", "Rung", "fastest", "ladder_attention", "prepared"]

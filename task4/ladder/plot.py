@@ -1,36 +1,30 @@
-"""The picture: time and TFLOP/s over the sequence length, one PNG for each kind and head_dim.
+"""The pictures: TFLOP/s and time over the sequence length, one PNG for each precision and head_dim.
 
-Needs matplotlib, which the course does not: ``pip install matplotlib``, in the version that pyproject.toml names
+They need matplotlib, which the course does not: ``pip install matplotlib``, in the version that pyproject.toml names
 under ``plot``.
 """
 
-from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from task4.ladder.rungs import FOLDER, by_number
-from task4.ladder.speed import (
-    CUDNN,
-    EFFICIENT,
-    FA3,
-    FLASH,
-    HEAD_DIMS,
-    HIDDEN,
-    MATH,
-    PEERS,
-    SEQS,
-    TOKENS,
-    Cell,
-)
-from task4.ladder.table import default_rung, names, picture_name
+from task4.ladder.benchmark import HEAD_DIMS, HIDDEN, SEQS, TOKENS, Cell, Precision
+from task4.ladder.methods import CUDNN, EFFICIENT, FA3, FLASH, MATH, Method, Peer
+from task4.ladder.record import Times
+from task4.ladder.rungs import FOLDER
+from task4.ladder.table import picture
 
-MISSING = "no picture: matplotlib is not installed (make ladder installs it; so does pip install matplotlib)"
+MISSING = "no pictures: matplotlib is not installed (make ladder installs it; so does pip install matplotlib)"
 _MARKERS = {MATH: "v", EFFICIENT: "^", FLASH: "s", CUDNN: "D", FA3: "P"}
 _INK, _GREY, _GRID = "#1a1a1a", "#777777", "#dddddd"
+LABEL = 13 / 72  # height of a label in inches
+MASKS = (False, True)
+
+Point = tuple[float, float]
 
 
-def draw(kind: str, record: Mapping[str, Any]) -> list[Path]:
-    """Draw what was measured of a kind; the files.
+def draw(precision: Precision, times: Times) -> list[Path]:
+    """Draw what was measured in a precision; the files.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -38,169 +32,124 @@ def draw(kind: str, record: Mapping[str, Any]) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
-    written = []
-    for head_dim in HEAD_DIMS:
-        cells = [Cell(head_dim, seq, causal) for seq in SEQS for causal in (False, True)]
-        if any(_tflops(record, cell, name) for cell in cells for name in names(kind)):
-            path = FOLDER / picture_name(kind, head_dim)
-            _draw(kind, record, head_dim, path)
-            written.append(path)
-    return written
-
-
-def _tflops(record: Mapping[str, Any], cell: Cell, name: str) -> float | None:
-    return record["cells"].get(cell.name, {}).get(name, {}).get("tflops")
-
-
-def _draw(kind: str, record: Mapping[str, Any], head_dim: int, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    shown = [
-        n for n in names(kind) if any(_series(record, n, head_dim, c)[0] for c in (False, True))
-    ]
-    styles = _styles(kind, shown, head_dim)
-    figure, axes = plt.subplots(2, 2, figsize=(15, 14), dpi=110, sharex=True, layout="constrained")
-    ceiling = record["ceiling"]["tflops"]
-    to_label = []
-    for column, causal in enumerate((False, True)):
-        rate, time = axes[0][column], axes[1][column]
-        for axis in (rate, time):
-            _prepare(axis)
-        rates, times = {}, {}  # where each line ends
-        for name in shown:
-            seqs, tflops = _series(record, name, head_dim, causal)
-            if not seqs:
-                continue
-            milliseconds = [
-                Cell(head_dim, s, causal).flops / t / 1e9 for s, t in zip(seqs, tflops, strict=True)
-            ]
-            rate.plot(seqs, tflops, **styles[name])
-            time.plot(seqs, milliseconds, **styles[name])
-            rates[name], times[name] = (seqs[-1], tflops[-1]), (seqs[-1], milliseconds[-1])
-        rate.axhline(ceiling, color=_GREY, linewidth=1, linestyle=(0, (1, 2)))
-        rate.annotate(
-            f"matrix product, {ceiling:.0f}", (SEQS[0], ceiling), xytext=(0, 3), textcoords="offset points",
-            color=_GREY, fontsize=9,
-        )  # fmt: skip
-        rate.set_ylim(0, 1.07 * max([ceiling, *(y for _, y in rates.values())]))
-        time.set_yscale("log")
-        rate.set_title(
-            "causal (half of the operations are counted)" if causal else "not causal", color=_INK
-        )
-        rate.set_ylabel("TFLOP/s")
-        time.set_ylabel("milliseconds")
-        time.set_xlabel("sequence length")
-        # A line that ends early is near 0 in the upper panel, among others that do; the lower one names it.
-        longest = max((x for x, _ in rates.values()), default=0)
-        to_label += [
-            (rate, {n: end for n, end in rates.items() if end[0] == longest}),
-            (time, times),
-        ]
-    machine = next(iter(record["runs"].values()))["machine"].get("gpu", "")
-    figure.suptitle(
-        f"Attention, {kind}, head_dim {head_dim}: batch x sequence {TOKENS:,}, hidden {HIDDEN:,}, {machine}",
-        color=_INK, fontsize=14,
-    )  # fmt: skip
-    figure.draw_without_rendering()  # now everything is where it stays: labels are placed in pixels
-    figure.set_layout_engine("none")
-    for axis, ends in to_label:
-        _label(axis, ends, styles)
-    figure.savefig(path)
-    plt.close(figure)
+    measured = [
+        d for d in HEAD_DIMS
+        if all(any(_series(times, m, d, causal) for m in precision.methods) for causal in MASKS)
+    ]  # fmt: skip
+    return [_draw(precision, times, head_dim) for head_dim in measured]
 
 
 def _series(
-    record: Mapping[str, Any], name: str, head_dim: int, causal: bool
-) -> tuple[list[int], list[float]]:
-    """Lengths at which it was measured, and TFLOP/s there."""
-    pairs = [(s, t) for s in SEQS if (t := _tflops(record, Cell(head_dim, s, causal), name))]
-    return [s for s, _ in pairs], [t for _, t in pairs]
+    times: Times, method: Method, head_dim: int, causal: bool
+) -> list[tuple[int, float, float]]:
+    """Lengths at which it was measured, with TFLOP/s and milliseconds."""
+    found = ((cell, times.find(cell, method)) for cell in (Cell(head_dim, s, causal) for s in SEQS))
+    return [(cell.seq, cell.tflops(timing), timing.median_ms) for cell, timing in found if timing]
 
 
-def _styles(kind: str, shown: list[str], head_dim: int) -> dict[str, dict[str, Any]]:
-    """Rungs from light to dark along a scale that the colour-blind can read; peers grey, dashed, with marks."""
+def _draw(precision: Precision, times: Times, head_dim: int) -> Path:
+    import matplotlib.pyplot as plt
+
+    best = precision.default(head_dim)
+    name = precision.reference(best or MATH)
+    reference = times.references.get(name)
+    styles = _styles(precision, times, head_dim)
+    figure, axes = plt.subplots(2, 2, figsize=(15, 14), dpi=110, sharex=True, layout="constrained")
+    to_label = []
+    for (rate, time), causal in zip(axes.T, MASKS, strict=True):
+        ends: dict[Any, dict[Method, Point]] = {rate: {}, time: {}}
+        for method, style in styles.items():
+            if points := _series(times, method, head_dim, causal):
+                seqs, *curves = zip(*points, strict=True)
+                for axis, curve in zip((rate, time), curves, strict=True):
+                    axis.plot(seqs, curve, **style)
+                    ends[axis][method] = (seqs[-1], curve[-1])
+        for axis, unit in ((rate, "TFLOP/s"), (time, "milliseconds")):
+            _prepare(axis, unit)
+        rate.set_title("causal (half of the operations are counted)" if causal else "not causal")
+        if reference:
+            rate.axhline(reference, color=_GREY, linewidth=1, linestyle=(0, (1, 2)))
+            place = dict(xytext=(0, 3), textcoords="offset points", color=_GREY, fontsize=9)
+            rate.annotate(f"{name}, {reference:.0f}", (SEQS[0], reference), **place)
+        rate.set_ylim(0, 1.07 * max([reference or 0, *(y for _, y in ends[rate].values())]))
+        time.set_yscale("log")
+        time.set_xlabel("sequence length")
+        # A line that ends early is near 0 in the upper panel, among others that do; the lower one names it.
+        longest = max(x for x, _ in ends[rate].values())
+        ends[rate] = {method: end for method, end in ends[rate].items() if end[0] == longest}
+        to_label += ends.items()
+    figure.suptitle(
+        f"Attention, {precision.name}, head_dim {head_dim}: batch x sequence {TOKENS:,}, hidden {HIDDEN:,},"
+        f" {times.run['machine'].get('gpu', '')}",
+        fontsize=14,
+    )
+    figure.draw_without_rendering()  # now everything is in its final place: labels are placed in pixels
+    figure.set_layout_engine("none")
+    for axis, ends in to_label:
+        _label(axis, ends, styles, best)
+    path = FOLDER / picture(precision, head_dim)
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
+def _styles(precision: Precision, times: Times, head_dim: int) -> dict[Method, dict[str, Any]]:
+    """Rungs from light to dark on a scale that the colour-blind can read; libraries grey, dashed, with marks."""
     import matplotlib
 
-    rungs = [name for name in shown if name not in PEERS]
-    scale = matplotlib.colormaps["viridis_r"]
-    styles: dict[str, dict[str, Any]] = {}
-    for i, name in enumerate(rungs):
-        best = name == default_rung(kind, head_dim)
-        colour = scale(0.12 + 0.88 * i / max(1, len(rungs) - 1))
-        styles[name] = dict(
-            color=colour, linewidth=3.2 if best else 1.8, marker="o", markersize=5 if best else 3.5
-        )
-    for name in shown:
-        if name in PEERS:
-            styles[name] = dict(
-                color=_GREY,
-                linewidth=1.2,
-                linestyle="--",
-                marker=_MARKERS[name],
-                markersize=5,
-                markerfacecolor="white",
-            )
+    shown = [m for m in precision.methods if any(_series(times, m, head_dim, c) for c in MASKS)]
+    rungs = [method for method in shown if not isinstance(method, Peer)]
+    styles: dict[Method, dict[str, Any]] = {}
+    for i, rung in enumerate(rungs):
+        colour = matplotlib.colormaps["viridis_r"](0.12 + 0.88 * i / max(1, len(rungs) - 1))
+        width, size = (3.2, 5) if rung == precision.default(head_dim) else (1.8, 3.5)
+        styles[rung] = dict(color=colour, linewidth=width, marker="o", markersize=size)
+    for peer in shown[len(rungs) :]:
+        marks = dict(marker=_MARKERS[peer], markersize=5, markerfacecolor="white")
+        styles[peer] = dict(color=_GREY, linewidth=1.2, linestyle="--", **marks)
     return styles
 
 
-def _prepare(axis: Any) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+def _prepare(axis: Any, unit: str) -> None:
+    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_locator(FixedLocator(SEQS))
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{int(x):,}"))
+    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axis.set_xlim(SEQS[0] / 1.15, SEQS[-1] * 4.2)  # room for the labels
+    axis.set_ylabel(unit)
     axis.grid(color=_GRID, linewidth=0.6)
     axis.set_axisbelow(True)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _label(
-    axis: Any, ends: dict[str, tuple[float, float]], styles: dict[str, dict[str, Any]]
+    axis: Any, ends: dict[Method, Point], styles: dict[Method, dict[str, Any]], best: Method | None
 ) -> None:
     """Each line's name at the right edge, with a thin line to its end; labels make room for each other."""
-    height = 13.0 / 72 * axis.figure.dpi  # of a label, in pixels
-    edge = max((x for x, _ in ends.values()), default=0)
-    for name in [n for n, (x, _) in ends.items() if x < edge]:  # an early end is named where it is
-        _name(axis, name, ends[name], styles[name], xytext=(7, 4), textcoords="offset points")
-    points = {n: axis.transData.transform(end) for n, end in ends.items() if end[0] == edge}
-    order = sorted(points, key=lambda name: points[name][1])
-    at: dict[str, float] = {}
-    last = axis.bbox.y0 - height / 2
-    for name in order:  # upwards, each at least a label's height above the one before
-        last = at[name] = max(points[name][1], last + height)
-    last = axis.bbox.y1 + height
-    for name in reversed(order):  # and down again where they ran over the top
-        last = at[name] = min(at[name], last - height)
-    for name in order:
-        x = axis.transData.transform((edge * 1.3, 1))[0]
-        arrow = dict(
-            arrowstyle="-",
-            color=styles[name]["color"],
-            linewidth=0.7,
-            shrinkA=0,
-            shrinkB=3,
-            relpos=(0, 0.5),
-        )
-        place = dict(xytext=(x, at[name]), textcoords="figure pixels", arrowprops=arrow)
-        _name(axis, name, ends[name], styles[name], **place)
-
-
-def _name(
-    axis: Any, name: str, end: tuple[float, float], style: Mapping[str, Any], **place: Any
-) -> None:
-    bold = style["linewidth"] > 3
-    axis.annotate(
-        _text(name), xy=end, va="center", fontsize=9, color=_GREY if name in PEERS else _INK,
-        fontweight="bold" if bold else "normal", fontstyle="italic" if name in PEERS else "normal",
-        annotation_clip=False, **place,
-    )  # fmt: skip
-
-
-def _text(name: str) -> str:
-    if name in PEERS:
-        return name
-    rung = by_number(int(name.split()[1]))
-    return f"{rung.number} {rung.name}"
+    height = LABEL * axis.figure.dpi  # in pixels
+    edge = max(x for x, _ in ends.values())
+    early = [method for method, end in ends.items() if end[0] < edge]  # named where they end
+    heights = {m: axis.transData.transform(end)[1] for m, end in ends.items() if m not in early}
+    order = sorted(heights, key=heights.__getitem__)
+    for below, above in pairwise(order):
+        heights[above] = max(heights[above], heights[below] + height)
+    limit = axis.bbox.y1  # those that were pushed over the top make room downwards
+    for method in reversed(order):
+        heights[method] = limit = min(heights[method], limit)
+        limit -= height
+    right = axis.transData.transform((edge * 1.3, 1))[0]
+    for method, end in ends.items():
+        place: dict[str, Any] = dict(xytext=(7, 4), textcoords="offset points")
+        if method in heights:
+            line = dict(arrowstyle="-", color=styles[method]["color"], linewidth=0.7)
+            line |= dict(shrinkA=0, shrinkB=3, relpos=(0, 0.5))
+            place = dict(
+                xytext=(right, heights[method]), textcoords="figure pixels", arrowprops=line
+            )
+        peer = isinstance(method, Peer)
+        axis.annotate(
+            method.label, xy=end, va="center", fontsize=9, color=_GREY if peer else _INK, annotation_clip=False,
+            fontweight="bold" if method == best else "normal", fontstyle="italic" if peer else "normal", **place,
+        )  # fmt: skip

@@ -1,0 +1,201 @@
+"""Timing the rungs beside PyTorch's kernels and FlashAttention-3, on one GPU, in one run.
+
+A cell is one head_dim, one length and one mask; batch * seq is 16,384 and heads * head_dim 2,048 in all of them, so
+that the work grows with the length alone. Within a cell the launches are interleaved (common.timing.measure); ratios
+are therefore taken within a cell, and never between two runs.
+"""
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.timing import Timing, float32_products, matmul_tflops, measure, microseconds
+from common.timing import split_matmul_tflops as split_tflops
+from task4.ladder.call import ladder_attention, prepared
+from task4.ladder.methods import MATH, PEERS, Method, call_of
+from task4.ladder.rungs import BF16, FASTEST_FIRST, FP16, FP32, RUNGS, Rung, by_number
+
+TOKENS, HIDDEN = 16384, 2048
+SEQS = (512, 1024, 2048, 4096, 8192, 16384)
+HEAD_DIMS = (64, 128, 256)
+EACH = 0.1  # seconds of measuring that each function gets in a cell, not counting the warm-up
+LONGEST = 0.3  # seconds that one run may take
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What tensors hold and products are computed in."""
+
+    name: str  # as on the command line and in records
+    dtype: torch.dtype
+    eps: float  # relative error by which two right results may differ, coarsely
+    tf32: bool = False  # float32 tensors, rounded to tf32 for the products
+
+    def has(self, rung: Rung) -> bool:
+        """Whether a rung computes in it."""
+        return self.dtype in rung.dtypes and rung.exact_in(self.dtype) != self.tf32
+
+    @property
+    def methods(self) -> list[Method]:
+        """Rungs in ladder order, then peers."""
+        return [*filter(self.has, RUNGS), *PEERS]
+
+    def default(self, head_dim: int) -> Rung | None:
+        """The rung that a call gets on a Hopper GPU; None for tf32, for which a rung has to be named."""
+        fits = (r for r in map(by_number, FASTEST_FIRST) if self.has(r) and head_dim in r.head_dims)
+        return None if self.tf32 else next(fits, None)
+
+    def reference(self, method: Method) -> str:
+        """The matrix product that a method is compared with."""
+        split = " split into three of 16 bits" if method.split else ""
+        return f"a {self.name} matrix product{split}"
+
+    def references(self) -> dict[str, float]:
+        """TFLOP/s of those products, 8192 cubed, by PyTorch."""
+        found = {self.reference(MATH): matmul_tflops(self.dtype, tf32=self.tf32)}
+        split = {self.reference(m): split_tflops() for m in self.methods if m.split}
+        return found | split
+
+
+PRECISIONS = {
+    "bfloat16": Precision("bfloat16", BF16, 2**-7),
+    "float16": Precision("float16", FP16, 2**-10),
+    "float32": Precision("float32", FP32, 2**-14),
+    "tf32": Precision("tf32", FP32, 2**-10, tf32=True),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One line of measurements."""
+
+    head_dim: int
+    seq: int
+    causal: bool
+
+    @property
+    def key(self) -> str:
+        """In records and titles."""
+        return f"d{self.head_dim} S{self.seq}{' causal' if self.causal else ''}"
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, seq, heads, head_dim)."""
+        return TOKENS // self.seq, self.seq, HIDDEN // self.head_dim, self.head_dim
+
+    @property
+    def flops(self) -> float:
+        """Two matrix products; half of them if causal."""
+        return 4 * TOKENS * self.seq * HIDDEN * (0.5 if self.causal else 1)
+
+    def tflops(self, timing: Timing) -> float:
+        return self.flops / timing.median_ms / 1e9
+
+    def inputs(self, precision: Precision) -> list[Tensor]:
+        """Random q, k and v on the GPU."""
+        return [torch.randn(self.shape, device="cuda").to(precision.dtype) for _ in range(3)]
+
+
+@dataclass
+class Measured:
+    """What was measured on some tensors, by the methods' labels: times, or the reason that there is none."""
+
+    times: dict[str, Timing] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> "Measured":
+        times = {key: Timing(**timing) for key, timing in found["times"].items()}
+        return cls(times, found["left_out"])
+
+
+def time_cell(cell: Cell, ladder: Sequence[Rung], precision: Precision) -> Measured:
+    """Time these rungs and all peers in a cell; not what would take too long, going by the shortest length."""
+    shortest = Cell(cell.head_dim, SEQS[0], cell.causal)
+    ready, left_out = [], {}
+    for method in (*(rung for rung in ladder if cell.head_dim in rung.head_dims), *PEERS):
+        pace = _seconds_in(shortest, method, precision)
+        if isinstance(pace, str):
+            left_out[method.label] = pace
+        elif pace * cell.flops / shortest.flops > LONGEST:
+            left_out[method.label] = f"a run would take more than {LONGEST:g} s"
+        else:
+            ready.append(method)
+    found = time_methods(ready, cell.inputs(precision), cell.causal, precision)
+    return Measured(found.times, left_out | found.left_out)
+
+
+def time_methods(
+    methods: Sequence[Method], qkv: Sequence[Tensor], causal: bool, precision: Precision
+) -> Measured:
+    """Time them on the same tensors, interleaved. Left out is what does not run, or gives another result."""
+    calls = {method.label: call_of(method, qkv, causal) for method in methods}
+    with float32_products(tf32=precision.tf32):
+        outcomes = {key: _seconds(call) for key, call in calls.items()}
+        left_out = {key: found for key, found in outcomes.items() if isinstance(found, str)}
+        times = measure(
+            {key: call for key, call in calls.items() if key not in left_out},
+            each=EACH,
+            check=lambda outputs: left_out.update(_unlike(outputs, precision)),
+        )
+    return Measured({k: timing for k, timing in times.items() if k not in left_out}, left_out)
+
+
+@cache
+def _seconds_in(cell: Cell, method: Method, precision: Precision) -> float | str:
+    with float32_products(tf32=precision.tf32):
+        return _seconds(call_of(method, cell.inputs(precision), cell.causal))
+
+
+_EMPTY = "kernel not used because|disabled"  # warnings of SDPA that give no reason
+
+
+def _seconds(call: Callable[[], Tensor]) -> float | str:
+    """How long one call takes, after a first one; or why it fails."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            call()
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+    except torch.cuda.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return "out of memory"
+    except ImportError as error:
+        return str(error)
+    except (RuntimeError, ValueError) as error:  # for a backend of SDPA its warnings say why
+        parts = [str(warning.message).partition(" (Triggered") for warning in said]
+        useful = [text for text, found, _ in parts if found and not re.search(_EMPTY, text)]
+        return " ".join((useful[-1] if useful else str(error).splitlines()[0]).split())
+    return start.elapsed_time(end) / 1e3
+
+
+def _unlike(outputs: Mapping[str, Tensor], precision: Precision) -> dict[str, str]:
+    """Whose result differs from the last peer's. Coarse: how accurate each is has been tested before."""
+    peers = [peer.label for peer in PEERS if peer.label in outputs]
+    if not peers:
+        return {}
+    truth = outputs[peers[-1]].float()
+    allowed = 8 * precision.eps * truth.abs().max()
+    errors = {key: (out.float() - truth).abs().max() for key, out in outputs.items()}
+    wrong = {key: error.item() for key, error in errors.items() if not error <= allowed}
+    return {k: f"wrong result: {error:.3g} away from {peers[-1]}" for k, error in wrong.items()}
+
+
+def host_cost(q: Tensor, k: Tensor, v: Tensor, rung: int | None = None) -> dict[str, float]:
+    """Microseconds of the host for one causal ``ladder_attention``, by what they are for."""
+    call = prepared(q, k, v, True, None, rung)
+    dispatch = microseconds(lambda: prepared(q, k, v, True, None, rung))
+    allocate = microseconds(call.allocate)
+    whole = microseconds(lambda: ladder_attention(q, k, v, causal=True, rung=rung))
+    launch = max(0.0, whole - dispatch - allocate)
+    return {"dispatch": dispatch, "allocate": allocate, "launch": launch, "in all": whole}

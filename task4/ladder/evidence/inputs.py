@@ -1,0 +1,74 @@
+"""Inputs that a kernel may find hard, by name."""
+
+import torch
+from torch import Tensor
+
+from common.check import Rng
+
+# What the checks compare the accuracy on: in 16 bits the first three, in float32 all.
+ACCURACY = ("normal", "large scores", "one huge key", "rows 1e4 apart", "heads 1e4 apart", "tiny values")  # fmt: skip
+# float32 at its limits.
+FLOAT32 = ("rows of 1e4 x larger scores", "one key of 1e3", "15 decades of v", "subnormal v")
+# What a lazy maximum may find hard: the first two move it all the time.
+LAZY = ("rising scores", "jumps of more than 2^126", "sharp", "local", "sink", "spikes", "outliers")
+
+
+def make_inputs(
+    name: str, rng: Rng, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """q, k and v of that name, each of ``shape`` (batch, rows, heads, head_dim).
+
+    Raises:
+        ValueError: there are no such inputs.
+    """
+    q, k, v = (rng.randn(*shape) for _ in range(3))
+    batch, rows, heads, head_dim = shape
+    middle, per_row = rows // 2, (batch, rows, heads, 1)
+    match name:
+        case "normal":
+            pass
+        case "large scores" | "sharp":
+            q, k = 4 * q, 4 * k
+        case "one huge key":
+            k[:, middle] *= 100
+        case "rows 1e4 apart":  # of q (from flat to peaked weights) and of v
+            q, v = (t * 10 ** rng.uniform(-3, 1, *per_row) for t in (q, v))
+        case "heads 1e4 apart":
+            v = v * 10 ** torch.linspace(-4, 0, heads, device=v.device)[:, None]
+        case "tiny values":
+            q, k, v = q * 1e-3, k * 1e-3, v * 1e-6
+        case "rows of 1e4 x larger scores":
+            q[:, ::8] *= 1e4
+        case "one key of 1e3":
+            k[:, middle] *= 1e3
+        case "15 decades of v":
+            v = v * 10 ** rng.uniform(-7.5, 7.5, *per_row)
+        case "subnormal v":
+            v = v * 1e-40
+        case "rising scores":  # kernels walk from the last key to the first
+            add_to_scores(q, k, torch.linspace(60.0, 0.0, rows))
+        case "jumps of more than 2^126":  # that is 87; three keys, each as far above the one before
+            jumps = torch.zeros(rows)
+            jumps[[rows // 64, middle, rows - rows // 8]] = torch.tensor([300.0, 200.0, 100.0])
+            add_to_scores(q, k, jumps)
+        case "local":  # weights fall with the distance
+            steps = torch.tensor([0.0005, 0.003, 0.02], device=q.device)
+            angle = torch.arange(rows, device=q.device)[:, None] * steps
+            waves = torch.cat([angle.cos(), angle.sin()], -1)[:, None]
+            q[..., :6], k[..., :6] = 8 * waves, head_dim**0.5 * waves
+        case "sink":
+            add_to_scores(q, k, torch.cat([torch.tensor([12.0]), torch.zeros(rows - 1)]))
+        case "spikes":
+            k[:, rng.integers(0, rows, rows // 256)] *= 10
+        case "outliers":  # in two channels
+            q[..., :2], k[..., :2] = 4 * q[..., :2], 10 * k[..., :2]
+        case _:
+            raise ValueError(f"there are no inputs {name!r}")
+    return tuple(t.to(dtype) for t in (q, k, v))
+
+
+def add_to_scores(q: Tensor, k: Tensor, amounts: Tensor, rows: Tensor | None = None) -> None:
+    """Add ``amounts`` (kv_len,) to the scores of the keys, in place; times ``rows`` (q_len,), 1 if None."""
+    share = torch.ones(q.shape[1]) if rows is None else rows
+    q[..., 0] = 8 * share[:, None].to(q)
+    k[..., 0] = (amounts * k.shape[3] ** 0.5 / 8)[:, None].to(k)

@@ -1,0 +1,60 @@
+"""What is timed: the rungs, and the libraries' kernels to compare them with."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from typing import Any
+
+from torch import Tensor
+
+from common.timing import Backend, sdpa
+from task4.ladder.call import ladder_attention
+from task4.ladder.rungs import Rung
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A library's kernel: ``attention(q, k, v, causal=...)``."""
+
+    label: str
+    attention: Callable[..., Tensor]
+    split = False
+
+
+def _fa3_module() -> Any:
+    try:
+        return importlib.import_module("flash_attn_interface")
+    except Exception as error:  # not there, or not for this torch
+        what = f"flash_attn_interface cannot be imported ({type(error).__name__})"
+        raise ImportError(what) from error
+
+
+def _fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    out = _fa3_module().flash_attn_func(q, k, v, causal=causal)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def fa3_version() -> str:
+    """FlashAttention-3's version, or that it cannot be imported."""
+    try:
+        module = _fa3_module()
+        return metadata.version("flash_attn_3")
+    except metadata.PackageNotFoundError:
+        return getattr(module, "__version__", "of unknown version")
+    except ImportError as error:
+        return str(error)
+
+
+MATH, EFFICIENT, FLASH, CUDNN = (Peer(b.value, partial(sdpa, backend=b)) for b in Backend)
+FA3 = Peer("FlashAttention-3", _fa3)
+PEERS = (MATH, EFFICIENT, FLASH, CUDNN, FA3)
+Method = Rung | Peer
+
+
+def call_of(method: Method, qkv: Sequence[Tensor], causal: bool) -> Callable[[], Tensor]:
+    """A function without arguments that runs the method on these tensors."""
+    if isinstance(method, Peer):
+        return partial(method.attention, *qkv, causal=causal)
+    return partial(ladder_attention, *qkv, causal=causal, rung=method.number)

@@ -1,0 +1,73 @@
+"""What complete runs found, in table.json: by precision the times, and the tables of the bars and of the profile."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from common.record import write_json
+from common.timing import Timing
+from task4.ladder.benchmark import Cell, Measured
+from task4.ladder.grid import Grid
+from task4.ladder.methods import Method
+from task4.ladder.rungs import FOLDER
+
+TABLE = FOLDER / "table.json"
+Run = dict[str, Any]  # common.record.provenance, and FlashAttention-3's version
+
+
+@dataclass
+class Times:
+    """A run over all cells."""
+
+    run: Run
+    references: dict[str, float]  # TFLOP/s of the matrix products, by their names
+    cells: dict[str, Measured] = field(default_factory=dict)  # by their keys
+
+    def cell(self, cell: Cell) -> Measured | None:
+        return self.cells.get(cell.key)
+
+    def find(self, cell: Cell, method: Method) -> Timing | None:
+        """A method's time in a cell."""
+        found = self.cells.get(cell.key)
+        return found and found.times.get(method.label)
+
+
+@dataclass
+class Tables:
+    """What else a run printed."""
+
+    run: Run
+    grids: list[Grid]
+
+
+@dataclass
+class Record:
+    """What is known of one precision."""
+
+    times: Times | None = None
+    bars: Tables | None = None
+    profile: Tables | None = None
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> "Record":
+        times, tables = found["times"], {name: found[name] for name in ("bars", "profile")}
+        if times:
+            times = Times(**times)
+            times.cells = {key: Measured.from_json(cell) for key, cell in times.cells.items()}
+        grids = {
+            k: t and Tables(t["run"], [Grid(**g) for g in t["grids"]]) for k, t in tables.items()
+        }
+        return cls(times, **grids)
+
+
+def load() -> dict[str, Record]:
+    """The records by precision; none before the first run."""
+    found = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    return {name: Record.from_json(record) for name, record in found.items()}
+
+
+def save(precision: str, part: str, found: Times | Tables) -> None:
+    """Let ``found`` take the place of that part of a precision's record."""
+    records = load()
+    setattr(records.setdefault(precision, Record()), part, found)
+    write_json(TABLE, {name: asdict(record) for name, record in records.items()})
