@@ -220,12 +220,19 @@ static bool in_fours(const View& tensor, int element_size) {
   return offsets % 4 == 0 && reinterpret_cast<uintptr_t>(tensor.data) % (4 * element_size) == 0;
 }
 
+// Of the workspace below: partial_out, then partial_lse.
+extern "C" int64_t workspace_bytes(int batch, int heads, int head_dim, int num_splits) {
+  return sizeof(float) * batch * heads * num_splits * (head_dim + 1);
+}
+
 // q, out (batch, 1, heads, head_dim)   k, v (batch, kv_len, kv_heads, head_dim)   seqlens_k, leftpad_k (batch), or null
-// partial_out, partial_lse: scratch for num_splits > 1, else null
-extern "C" cudaError_t flash_attention_decode(View q, View k, View v, View out, float* partial_out, float* partial_lse,
-                                              const int* seqlens_k, const int* leftpad_k, int num_splits, float scale,
-                                              int dtype, cudaStream_t stream) {
+// workspace: for num_splits > 1, else null
+extern "C" cudaError_t flash_attention_decode(View q, View k, View v, View out, float* workspace, const int* seqlens_k,
+                                              const int* leftpad_k, int num_splits, float scale, int dtype,
+                                              cudaStream_t stream) {
   const int batch = q.sizes[0], heads = q.sizes[2], head_dim = q.sizes[3], kv_len = k.sizes[1], kv_heads = k.sizes[2];
+  float* partial_out = workspace;
+  float* partial_lse = workspace ? workspace + int64_t(batch) * heads * num_splits * head_dim : nullptr;
   return with_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     const bool vectors = in_fours(q, sizeof(T)) && in_fours(k, sizeof(T)) && in_fours(v, sizeof(T));

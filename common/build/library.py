@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from common.build import builder, signature, toolchain
+from common.build.call import Arguments, Gpu, caller, converted, prepared
 from common.build.signature import POINTER, View
 
 ORDERS = ("forward", "reverse", "random")
@@ -140,14 +141,10 @@ class Kernels:
         """
         device = _device_of(name, arguments)
         function, types = self._function(name, device, _settings.check, launcher=True)
-        values = _converter(name, types, device)(arguments)
-        try:
-            for wanted, value in zip(types.values(), values, strict=True):
-                wanted.from_param(value)
-        except TypeError:
-            raise TypeError(_wrong_type(name, arguments, types)) from None
+        convert = caller(name, types, device, lambda *values: converted(types.values(), values))
+        values = convert(arguments)
         if device.type == "cuda":
-            return _prepared_cuda_call(name, function, values, device.index)
+            return prepared(function, values, _gpu(device), functools.partial(_fail, name))
         tensors = [n for n, wanted in types.items() if wanted in (View, POINTER)]
         numbers = {n: value for n, value in arguments.items() if n not in tensors}
         return lambda *given: self.launch(name, **dict(zip(tensors, given, strict=True)), **numbers)
@@ -164,10 +161,7 @@ class Kernels:
             As ``launch``.
         """
         function, types = self._function(name, device, _settings.check, launcher=False)
-        try:
-            return function(*_converter(name, types, device)(arguments))
-        except ctypes.ArgumentError:
-            raise TypeError(_wrong_type(name, arguments, types)) from None
+        return caller(name, types, device, function)(arguments)
 
     def has_query(self, name: str) -> bool:
         """Whether the .cu exports such a query. Builds nothing."""
@@ -200,13 +194,13 @@ class Kernels:
 
     def _launcher(self, name: str, device: Any, check: bool) -> Callable[[dict[str, Any]], None]:
         function, types = self._function(name, device, check, launcher=True)
-        convert = _converter(name, types, device)
         if device.type == "cuda":
-            return _cuda_call(name, function, convert, types, device.index)
-        return _cpu_call(name, function, convert, types, check)
+            return caller(name, types, device, _run_on_gpu(name, function, device))
+        call = caller(name, types, device, _run_on_cpu(name, function))
+        return _registering(call) if check else call
 
 
-def _device_of(name: str, arguments: dict[str, Any]) -> Any:
+def _device_of(name: str, arguments: Arguments) -> Any:
     """The device of the first tensor."""
     for value in arguments.values():
         try:
@@ -228,151 +222,46 @@ def target_for(source: Path, device: Any) -> builder.Target:
     return builder.plan(source, "cuda", arch=arch, here=True)
 
 
-def _converter(
-    name: str, types: dict[str, type], device: Any
-) -> Callable[[dict[str, Any]], list[Any]]:
-    """What turns keywords into the values that ctypes takes, and refuses what does not fit."""
-    names = tuple(types)
-    pointers, views, ints = (
-        tuple(i for i, t in enumerate(types.values()) if t is wanted)
-        for wanted in (POINTER, View, ctypes.c_int)
-    )
-
-    def convert(arguments: dict[str, Any]) -> list[Any]:
-        if tuple(arguments) != names:
-            arguments = _in_order(name, names, arguments)
-        values = list(arguments.values())
-        try:
-            for i in views:
-                value = values[i]
-                if value.device != device:
-                    raise ValueError(_devices_differ(name, arguments))
-                try:
-                    values[i] = View.of(value)
-                except ValueError as error:
-                    raise ValueError(f"{name}: {names[i]} {error}") from None
-            for i in pointers:
-                value = values[i]
-                if value is not None:
-                    if value.device != device:
-                        raise ValueError(_devices_differ(name, arguments))
-                    values[i] = value.data_ptr()
-            for i in ints:
-                if not -0x80000000 <= values[i] < 0x80000000:
-                    raise ValueError(f"{name}: {names[i]} must fit 32 bits; got {values[i]}")
-        except (AttributeError, TypeError):
-            raise TypeError(_wrong_type(name, arguments, types)) from None
-        return values
-
-    return convert
-
-
-def _in_order(name: str, names: tuple[str, ...], arguments: dict[str, Any]) -> dict[str, Any]:
-    missing = [n for n in names if n not in arguments]
-    unknown = [n for n in arguments if n not in names]
-    problems = [f"missing {', '.join(missing)}"] * bool(missing) + [
-        f"not known {', '.join(unknown)}"
-    ] * bool(unknown)
-    if problems:
-        raise TypeError(f"{name}: {'; '.join(problems)}. It takes {', '.join(names)}")
-    return {n: arguments[n] for n in names}
-
-
-def _devices_differ(name: str, arguments: dict[str, Any]) -> str:
-    devices = ", ".join(f"{n} on {v.device}" for n, v in arguments.items() if hasattr(v, "device"))
-    return f"{name}: all tensors must be on one device; got {devices}"
-
-
-def _wrong_type(name: str, arguments: dict[str, Any], types: dict[str, type]) -> str:
-    for keyword, wanted in types.items():
-        value = arguments[keyword]
-        fits = {
-            POINTER: value is None or hasattr(value, "data_ptr"),
-            ctypes.c_int: isinstance(value, int),
-            ctypes.c_int64: isinstance(value, int),
-            ctypes.c_float: isinstance(value, (int, float)),
-            View: hasattr(value, "data_ptr"),
-        }
-        if not fits[wanted]:
-            got = f"{type(value).__name__} {value!r}"
-            return f"{name}: {keyword} must be {signature.WANTED[wanted]}; got {got}"
-    return f"{name}: an argument has a wrong type"
-
-
 # ---- on a GPU
 
 
-def _cuda_call(
-    name: str, function: Any, convert: Callable, types: dict[str, type], index: int
-) -> Callable[[dict[str, Any]], None]:
+@functools.cache
+def _gpu(device: Any) -> Gpu:
     import torch
 
-    current_device = torch._C._cuda_getDevice
     # torch.cuda.current_stream() builds an object: 3 us
-    current_stream = torch._C._cuda_getCurrentRawStream
+    stream = torch._C._cuda_getCurrentRawStream
+    return Gpu(device.index, torch._C._cuda_getDevice, stream, torch.cuda.device)
 
-    def call(arguments: dict[str, Any]) -> None:
-        values = convert(arguments)
-        try:
-            if current_device() == index:
+
+def _run_on_gpu(name: str, function: Any, device: Any) -> Callable[..., None]:
+    """What calls a launcher with these values."""
+    index, current, current_stream, made_current = _gpu(device)
+
+    def run(*values: Any) -> None:
+        if current() == index:
+            status = function(*values, current_stream(index))
+        else:
+            with made_current(index):
                 status = function(*values, current_stream(index))
-            else:
-                with torch.cuda.device(index):
-                    status = function(*values, current_stream(index))
-        except ctypes.ArgumentError:
-            raise TypeError(_wrong_type(name, arguments, types)) from None
         if status:
-            raise KernelError(f"{name}: {_cuda_error(status)}")
+            _fail(name, status)
 
-    return call
+    return run
 
 
-def _prepared_cuda_call(
-    name: str, function: Any, values: list[Any], index: int
-) -> Callable[..., None]:
-    """:meth:`Kernels.prepare` on a GPU. ``values``: the arguments, of which the tensors' addresses will change."""
+def _fail(name: str, status: int) -> NoReturn:
+    """KernelError, such as ``softmax: cudaErrorInvalidValue (1): invalid argument``."""
     import torch
 
-    current_device = torch._C._cuda_getDevice
-    current_stream = torch._C._cuda_getCurrentRawStream
-    types, function.argtypes = function.argtypes, None  # given ctypes objects, it converts nothing
-
-    def new_set() -> tuple[list[Any], list[ctypes.c_void_p], ctypes.c_void_p]:
-        *arguments, stream = (
-            View.from_buffer_copy(value) if wanted is View else wanted(value)
-            for value, wanted in zip((*values, None), types, strict=True)
-        )
-        addresses = [
-            ctypes.c_void_p.from_buffer(argument)  # of a View: its first field, data
-            for argument in arguments
-            if isinstance(argument, (View, ctypes.c_void_p))
-        ]
-        return [*arguments, stream], addresses, stream
-
-    # ctypes reads the arguments after it has released the interpreter's lock, so a call must not change those of a call
-    # in another thread. Each takes a set that is free, or makes one.
-    free = [new_set()]
-
-    def call(*tensors: Any) -> None:
-        try:
-            mine = free.pop()
-        except IndexError:
-            mine = new_set()
-        arguments, addresses, stream = mine
-        for address, tensor in zip(addresses, tensors, strict=True):
-            address.value = None if tensor is None else tensor.data_ptr()
-        if current_device() == index:
-            stream.value = current_stream(index)
-            status = function(*arguments)
-        else:
-            with torch.cuda.device(index):
-                stream.value = current_stream(index)
-                status = function(*arguments)
-        free.append(mine)
-        if status:
-            raise KernelError(f"{name}: {_cuda_error(status)}")
-
-    return call
+    text = torch.cuda.cudart().cudaGetErrorString(torch.cuda.cudart().cudaError(status))
+    try:  # the name is not among what torch exposes; the library that it has loaded knows it
+        cudart = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+        cudart.cudaGetErrorName.restype = ctypes.c_char_p
+        error = f"{cudart.cudaGetErrorName(status).decode()} ({status})"
+    except (OSError, AttributeError):
+        error = f"CUDA error {status}"
+    raise KernelError(f"{name}: {error}: {text}")
 
 
 @functools.cache
@@ -380,48 +269,39 @@ def _library_for_gpu(source: Path, device: Any) -> Path:
     return builder.make([target_for(source, device)])[-1].target.path
 
 
-def _cuda_error(status: int) -> str:
-    """``cudaErrorInvalidValue (1): invalid argument``."""
-    import torch
-
-    text = torch.cuda.cudart().cudaGetErrorString(torch.cuda.cudart().cudaError(status))
-    try:  # the name is not among what torch exposes; the library that it has loaded knows it
-        cudart = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
-        cudart.cudaGetErrorName.restype = ctypes.c_char_p
-        return f"{cudart.cudaGetErrorName(status).decode()} ({status}): {text}"
-    except (OSError, AttributeError):
-        return f"CUDA error {status}: {text}"
-
-
 # ---- on the CPU
 
 
-def _cpu_call(
-    name: str, function: Any, convert: Callable, types: dict[str, type], checked: bool
-) -> Callable[[dict[str, Any]], None]:
+def _run_on_cpu(name: str, function: Any) -> Callable[..., None]:
+    """What calls a launcher with these values, and asks the CPU layer what went wrong."""
     runtime = _runtime()
 
-    def call(arguments: dict[str, Any]) -> None:
-        values = convert(arguments)
+    def run(*values: Any) -> None:
         _configure(runtime, _settings)
-        if checked:
-            runtime.clear_registered()
-            for keyword, value in arguments.items():
-                if hasattr(value, "data_ptr"):
-                    runtime.register(keyword, value.data_ptr(), _extent(value))
-        try:
-            status = function(*values, None)
-        except ctypes.ArgumentError:
-            raise TypeError(_wrong_type(name, arguments, types)) from None
-        finally:
-            if checked:
-                runtime.clear_registered()
+        status = function(*values, None)
         # Asked even after a 0: a launcher that forgets cudaGetLastError() does not hide what went wrong.
         message = runtime.take_error()
         if message or status:
             raise KernelError(message or f"{name} returned cudaError_t {status}")
 
-    return call
+    return run
+
+
+def _registering(call: Callable[[Arguments], None]) -> Callable[[Arguments], None]:
+    """The same, with the CPU layer knowing where the tensors are."""
+    runtime = _runtime()
+
+    def registered(arguments: Arguments) -> None:
+        runtime.clear_registered()
+        try:
+            for keyword, value in arguments.items():
+                if hasattr(value, "data_ptr"):
+                    runtime.register(keyword, value.data_ptr(), _extent(value))
+            call(arguments)
+        finally:
+            runtime.clear_registered()
+
+    return registered
 
 
 @functools.cache

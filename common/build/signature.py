@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-INT_MAX = 2**31 - 1
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
 class View(ctypes.Structure):
@@ -33,14 +33,14 @@ class View(ctypes.Structure):
         Raises:
             ValueError: more than four dimensions, or a size that does not fit 32 bits.
         """
-        view = cls.from_buffer_copy(_layout(tensor.shape, tensor.stride()))
+        view = cls.from_buffer_copy(layout(tensor.shape, tensor.stride()))
         view.data = tensor.data_ptr()
         return view
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
-    """The view of such a tensor, without its address."""
+def layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+    """The bytes of the ``View`` of such a tensor, with a null address; ValueError as for ``View.of``."""
     if len(shape) > 4 or max(shape, default=0) > INT_MAX:
         raise ValueError(
             f"must have at most 4 dimensions, of at most {INT_MAX} elements; got {tuple(shape)}"
