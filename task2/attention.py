@@ -21,29 +21,35 @@ from common.layer import AttentionLayer
 
 _kernels = Kernels(__file__, "attention_kernel.cu")
 
+MAX_ROWS = 2**31 - 1  # blocks along x of a grid
+
 
 def test_batched_softmax(inp: Tensor, dim: int = -1) -> Tensor:
-    """Softmax of a ``(batch, rows, n)`` float32 tensor along its last dimension or the one before, one block per row.
+    """Softmax of a ``(batch, rows, n)`` float32 tensor along its last dimension or the one before; one block per row.
 
     Rows that are -inf throughout become 0 (PyTorch gives NaN).
 
     Args:
         inp: ``(batch, rows, n)``, or ``(rows, n)`` for a batch of one; any strides.
-        dim: the dimension whose elements add up to 1: the last (-1) or the one before it (-2).
+        dim: the dimension whose elements are to add up to 1: the last (-1) or the one before it (-2).
 
     Raises:
-        ValueError: another rank, dtype or device, or another ``dim``.
+        ValueError: another rank, dtype, device or ``dim``, or more rows than fit a grid.
     """
     rank = 2 if isinstance(inp, Tensor) and inp.dim() == 2 else 3
     expect("inp", inp, shape=("batch", "rows", "n")[-rank:], dtype=torch.float32)
     check_device(inp)
     if dim not in (-2, -1, rank - 2, rank - 1):
-        raise ValueError(f"dim must be one of the last two dimensions of inp, -1 or -2; got {dim}")
+        raise ValueError(f"dim must be the last dimension (-1) or the one before (-2); got {dim}")
+    rows = math.prod(inp.shape) // max(inp.shape[dim], 1)
+    if rows > MAX_ROWS:
+        raise ValueError(f"at most {MAX_ROWS} rows fit a grid; got {rows}")
     out = torch.empty_like(inp)
     if inp.numel():
-        x, y = (t if rank == 3 else t.unsqueeze(0) for t in (inp, out))  # (batch, rows, n)
+        # (batch, rows, n), where a row is what adds up to 1
+        x, y = (t.unsqueeze(0) if rank == 2 else t for t in (inp, out))
         if dim in (-2, rank - 2):
-            x, y = x.mT, y.mT  # the kernel's rows are the columns
+            x, y = x.mT, y.mT
         _kernels.launch("batched_softmax", inp=x, out=y)
     return out
 
