@@ -332,7 +332,7 @@ def _run(missing: Sequence[Target], verbose: bool) -> dict[Target, float]:
         for target, place in places.items():
             _rewrite(target, place)
         lines = {t: _lines(t, place) for t, place in places.items()}
-        (work / "build.ninja").write_text(_ninja_file(lines, places), encoding="utf-8")
+        _write_ninja_file(work, lines, places)
         if verbose:
             print("\n".join(sum(lines.values(), [])), flush=True)
         # -k 0: a kernel that does not compile does not keep the others from being built.
@@ -347,7 +347,7 @@ def _run(missing: Sequence[Target], verbose: bool) -> dict[Target, float]:
         times = _times(work)
     for target in missing:
         _prune(target)
-    return {t: times.get(str(t.path), 0.0) for t in missing}
+    return {t: times.get(display(t.path), 0.0) for t in missing}
 
 
 def _rewrite(target: Target, place: str) -> None:
@@ -373,30 +373,26 @@ def _lines(target: Target, place: str) -> list[str]:
     ]
 
 
-def _ninja_file(lines: dict[Target, list[str]], places: dict[Target, str]) -> str:
-    work = str(Path(next(iter(places.values()))).parent)
-    text = [
-        f"builddir = {_escape(work)}",
-        "rule compile",
-        "  command = $line",
-        "  description = $out",
-    ]
-    for target, place in places.items():
-        log, log_to, out, out_to = (
-            shlex.quote(str(p))
-            for p in (f"{place}.log", target.log, OUT.format(work=place), target.path)
-        )
-        line = f"{{ {' && '.join(lines[target])}; }} > {log} 2>&1 && mv -f {log} {log_to} && mv -f {out} {out_to}"
-        needs = " ".join(_escape(str(t.path)) for t in target.needs if t in places)
-        text.append(
-            f"build {_escape(str(target.path))}: compile" + (f" || {needs}" if needs else "")
-        )
-        text.append("  line = " + line.replace("$", "$$"))
-    return "\n".join(text) + "\n"
+def _write_ninja_file(
+    work: Path, lines: dict[Target, list[str]], places: dict[Target, str]
+) -> None:
+    from ninja import Writer, escape
 
-
-def _escape(path: str) -> str:
-    return re.sub(r"([$ :])", r"$\1", path)
+    with (work / "build.ninja").open("w", encoding="utf-8") as file:
+        out = Writer(file, width=sys.maxsize)  # a wrapped line loses spaces
+        out.variable("builddir", escape(display(work)))
+        out.rule("compile", command="$line", description="$out")
+        for target, place in places.items():
+            log, log_to, built, built_to = (
+                shlex.quote(str(p))
+                for p in (f"{place}.log", target.log, OUT.format(work=place), target.path)
+            )
+            compile = f"{{ {' && '.join(lines[target])}; }} > {log} 2>&1"
+            line = f"{compile} && mv -f {log} {log_to} && mv -f {built} {built_to}"
+            needs = [display(t.path) for t in target.needs if t in places]
+            out.build(
+                display(target.path), "compile", order_only=needs, variables={"line": escape(line)}
+            )
 
 
 def _times(work: Path) -> dict[str, float]:

@@ -299,25 +299,20 @@ def _version(cuda: int) -> Version:
 
 
 def find_ninja() -> str:
-    """The ninja of this Python's packages, else the one on PATH.
+    """The ninja of the Python package, which also writes the build files, or one on PATH where it has no program.
 
     Raises:
-        BuildError: there is neither.
+        BuildError: the package is not installed, or there is no program.
     """
-    name = "ninja"
-    beside = (
-        Path(sys.executable).parent / name
-    )  # where pip puts it, in a virtual environment or not
-    spec = importlib.util.find_spec("ninja")
-    inside = (
-        Path(spec.origin).parent / "data/bin" / name if spec and spec.origin else None
-    )  # before 1.13
-    for candidate in (beside, inside):
-        if candidate and os.access(candidate, os.X_OK):
-            return str(candidate)
-    if path := shutil.which(name):
-        return path
-    raise BuildError("ninja not found: install it with `pip install ninja`.")
+    try:
+        import ninja
+
+        path = shutil.which("ninja", path=ninja.BIN_DIR) or shutil.which("ninja")
+    except ImportError:
+        path = None
+    if path is None:
+        raise BuildError("ninja not found: install it with `pip install ninja`.")
+    return path
 
 
 def machine() -> str:

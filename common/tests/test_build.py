@@ -354,11 +354,26 @@ def test_cxx_that_does_not_run(checkout, task):
 
 
 def test_no_ninja(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
+    assert Path(toolchain.find_ninja()).is_file()  # the package's own
+    monkeypatch.setattr("ninja.BIN_DIR", "")
     with pytest.raises(BuildError, match="pip install ninja"):
         toolchain.find_ninja()
+    monkeypatch.setitem(sys.modules, "ninja", None)
+    with pytest.raises(BuildError, match="pip install ninja"):
+        toolchain.find_ninja()
+
+
+def test_a_checkout_in_a_folder_with_an_odd_name(checkout, tmp_path):
+    moved = tmp_path / "a $dollar: 100 %  'two' spaces"
+    shutil.copytree(checkout, moved)
+    write_kernel(moved / "odd $ name")
+    program = "import pathlib; from common.build import builder; print(builder.build([pathlib.Path('odd $ name/kernel.cu')])[0])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=moved, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "scale" in launchers_in(Path(done.stdout.strip()))
 
 
 @pytest.fixture
