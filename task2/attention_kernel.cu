@@ -5,8 +5,8 @@
 //   P = softmax(S)        softmax_kernel_batched          in place
 //   O = P V               GEMM_NN_kernel_batched
 //
-// q, k, v and out are (batch, heads, seq, head_dim) views of (batch, seq, heads * head_dim) tensors, which are read in
-// place: a View has the strides, so no head is ever copied out of its row.
+// q, k, v and out are (batch, heads, seq, head_dim) views of (batch, seq, heads * head_dim) tensors. They are read in
+// place: a View has strides, so no head has to be copied out of its row.
 #include <cuda_runtime.h>
 
 #include "tensor.cuh"
@@ -15,13 +15,14 @@ constexpr int SOFTMAX_THREADS = 256;  // a power of two, for the tree
 constexpr int TILE = 32;              // 32 x 32 threads: a warp reads 128 consecutive bytes
 
 // ---------------------------------------------------------------------------------------------------------------------
-// out[b, row] = softmax(inp[b, row]) for inp and out (batch, rows, n) of any strides; one block per row, any length n. May
-// run in place.     grid (batch * rows), block (SOFTMAX_THREADS).     Element i of the row is x[i * x_stride].
-//   A row that is -inf throughout has nothing to attend to and becomes 0 (dividing by its sum would give NaN).
+// out[b, row] = softmax(inp[b, row]) for inp and out (batch, rows, n), any sizes and strides. May run in place.
+//   grid (batch * rows), block (SOFTMAX_THREADS)
+//   Each block computes one row; its element i is x[i * x_stride]. A row that is -inf throughout has nothing to attend
+//   to and becomes 0 (dividing by its sum would give NaN).
 // ---------------------------------------------------------------------------------------------------------------------
 __global__ void softmax_kernel_batched(View inp, View out) {
   __shared__ float partial[SOFTMAX_THREADS];  // one value per thread, reduced as a tree
-  const int64_t b = blockIdx.x / inp.sizes[1], row = blockIdx.x % inp.sizes[1], n = inp.sizes[2];
+  const int rows = inp.sizes[1], n = inp.sizes[2], b = blockIdx.x / rows, row = blockIdx.x % rows;
   const float* x = inp.as<float>() + b * inp.strides[0] + row * inp.strides[1];
   float* y = out.as<float>() + b * out.strides[0] + row * out.strides[1];
   const int64_t x_stride = inp.strides[2], y_stride = out.strides[2];
@@ -30,13 +31,13 @@ __global__ void softmax_kernel_batched(View inp, View out) {
   float m = -INFINITY;
   for (int64_t i = t; i < n; i += SOFTMAX_THREADS) m = fmaxf(m, x[i * x_stride]);
   partial[t] = m;
-  __syncthreads();  // every thread's maximum is there before any is combined
+  __syncthreads();  // every thread's maximum is there before they are combined
   for (int half = SOFTMAX_THREADS / 2; half > 0; half /= 2) {
     if (t < half) partial[t] = fmaxf(partial[t], partial[t + half]);
     __syncthreads();  // this level is complete before the next reads it
   }
   m = partial[0];
-  __syncthreads();  // everyone has the maximum before the sums overwrite it
+  __syncthreads();  // every thread has the maximum before the sums overwrite it
 
   const float shift = m == -INFINITY ? 0.0f : m;  // -inf - -inf would be NaN
   float sum = 0.0f;
@@ -55,8 +56,8 @@ __global__ void softmax_kernel_batched(View inp, View out) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// C = A B^T for each (batch, head) of As (batch, heads, M, K), Bs (batch, heads, N, K) and Cs (batch, heads, M, N): any
-// sizes and any strides; A(row, k) is one element.
+// C = A B^T for each A of As (batch, heads, M, K), B of Bs (batch, heads, N, K) and C of Cs (batch, heads, M, N), any
+// sizes and strides. A(row, k) is one element of A.
 //   grid (ceil(N / TILE_SIZE), ceil(M / TILE_SIZE), batch * heads), block (TILE_SIZE, TILE_SIZE)
 //   Each block computes one TILE_SIZE x TILE_SIZE tile of C, each thread one element of it.
 // ---------------------------------------------------------------------------------------------------------------------
@@ -85,7 +86,8 @@ __global__ void GEMM_NT_kernel_batched(View As, View Bs, View Cs) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// C = A B for each (batch, head): A (M, K), B (K, N), C (M, N). Grid and block as for GEMM_NT.
+// C = A B for each A of As (batch, heads, M, K), B of Bs (batch, heads, K, N) and C of Cs (batch, heads, M, N).
+// Grid and block as for GEMM_NT.
 // ---------------------------------------------------------------------------------------------------------------------
 template <int TILE_SIZE>
 __global__ void GEMM_NN_kernel_batched(View As, View Bs, View Cs) {
@@ -128,16 +130,19 @@ static dim3 gemm_grid(const View& C) {
   return dim3(ceil_div(C.sizes[3], TILE), ceil_div(C.sizes[2], TILE), C.sizes[0] * C.sizes[1]);
 }
 
+// inp, out (batch, rows, n)
 extern "C" cudaError_t batched_softmax(View inp, View out, cudaStream_t stream) {
   softmax_kernel_batched<<<inp.sizes[0] * inp.sizes[1], SOFTMAX_THREADS, 0, stream>>>(inp, out);
   return cudaGetLastError();
 }
 
+// A (batch, heads, M, K)   B (batch, heads, N, K)   C (batch, heads, M, N)
 extern "C" cudaError_t batched_GEMM_NT(View A, View B, View C, cudaStream_t stream) {
   GEMM_NT_kernel_batched<TILE><<<gemm_grid(C), dim3(TILE, TILE), 0, stream>>>(A, B, C);
   return cudaGetLastError();
 }
 
+// A (batch, heads, M, K)   B (batch, heads, K, N)   C (batch, heads, M, N)
 extern "C" cudaError_t batched_GEMM_NN(View A, View B, View C, cudaStream_t stream) {
   GEMM_NN_kernel_batched<TILE><<<gemm_grid(C), dim3(TILE, TILE), 0, stream>>>(A, B, C);
   return cudaGetLastError();

@@ -3,8 +3,8 @@
 //
 //   q, out (batch, q_len, heads, head_dim)      k, v (batch, kv_len, kv_heads, head_dim)     read in place, any strides
 //   grid  (ceil(q_len / B_r), heads, batch)     one block for each Q_i: the outer loop of the paper is the grid
-//   block (16, 16)                              thread (tx, ty) owns the rows ty, ty + 16, ... of the tile, and of each
-//                                               such row the columns tx, tx + 16, ... of S and P, and its share of O
+//   block (16, 16)                              thread (tx, ty) computes rows ty, ty + 16, ... of the tile: columns
+//                                               tx, tx + 16, ... of S and P, and its share of O
 //
 //   line  8    S   = Q_i K_j^T                           Q_i and K_j from shared memory, S in registers
 //   line  9    m'  = max(m_i, rowmax(S))                 16 threads share a row: half a warp, so shuffles suffice
@@ -34,14 +34,15 @@ struct Attention {
   bool causal;
 };
 
-// Where the tiles begin in a block's shared memory, in floats. Neighbouring threads read neighbouring rows of K_j, so these
-// are 4 floats longer than their contents: 16-byte reads of 8 consecutive rows then fall into 32 different banks.
+// Where each tile begins in a block's shared memory, the length of a row of K_j, and the size of all, in floats.
+// Neighbouring threads read neighbouring rows of K_j, so these are 4 floats longer than their contents: 16-byte reads
+// of 8 consecutive rows then fall into 32 different banks.
 struct Tiles {
-  int K_row, Q, K, V, P, size;
+  int Q, K, V, P, K_row, size;
 };
 __host__ __device__ constexpr Tiles make_tiles(int B_r, int B_c, int HEAD_DIM) {
   const int K_row = HEAD_DIM + 4, K = B_r * HEAD_DIM, V = K + B_c * K_row, P = V + B_c * HEAD_DIM;
-  return {K_row, 0, K, V, P, P + B_r * B_c};
+  return {0, K, V, P, K_row, P + B_r * B_c};
 }
 
 __device__ __forceinline__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
@@ -64,7 +65,7 @@ __device__ __forceinline__ void load_tile(float* tile, const T* rows, int64_t ro
   }
 }
 
-// The same in two halves, for a tile of B_c rows that is on its way while the block computes: fetch() starts the loads into
+// The same in two halves, for a tile of B_c rows that is loaded while the block computes: fetch() starts the loads into
 // registers, store() waits for them. 16-bit values are converted by store(), because converting waits too.
 template <int B_c, int HEAD_DIM, typename T>
 struct Prefetch {
@@ -120,10 +121,10 @@ __global__ void __launch_bounds__(LANES* LANES) flashattention_kernel(Attention<
   const int end = a.causal ? min(seqlen, min(row_0 + B_r, a.q_len) + diagonal) : seqlen;  // tiles past it are skipped
   Prefetch<B_c, HEAD_DIM, T> next;
   next.fetch(k, a.k_strides.row, leftpad, seqlen, a.head_dim);
-  for (int col_0 = leftpad; col_0 < end; col_0 += B_c) {  // line 6; what lies in the padding is not even read
+  for (int col_0 = leftpad; col_0 < end; col_0 += B_c) {  // line 6; keys in the padding are not even read
     next.template store<tiles.K_row>(K_j);
-    __syncthreads();                                           // K_j (and Q_i) complete; V_j and P of the last round consumed
-    next.fetch(v, a.v_strides.row, col_0, seqlen, a.head_dim);  // line 7: V_j comes while S is computed
+    __syncthreads();  // K_j (and Q_i) complete; V_j and P of the last round consumed
+    next.fetch(v, a.v_strides.row, col_0, seqlen, a.head_dim);  // line 7: V_j is loaded while S is computed
 
     float S[ROWS][COLS] = {};
 #pragma unroll 4
@@ -226,12 +227,12 @@ static cudaError_t launch_tile(const Attention<T>& a, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// How many bytes of shared memory a block takes. attention.py asks before it picks a tile.
+// Bytes of shared memory that a block takes. attention.py picks a tile by it.
 extern "C" int shared_memory_bytes(int B_r, int B_c, int head_dim) {
   return sizeof(float) * make_tiles(B_r, B_c, head_dim <= 64 ? 64 : 128).size;
 }
 
-// The tiles that are compiled. attention.py picks one of them; to try another, add it here and there.
+// The tiles that are compiled. attention.py picks one of them; to try another, add it here and in its TILES.
 template <int HEAD_DIM, typename T>
 static cudaError_t launch(int B_r, int B_c, const Attention<T>& a, cudaStream_t stream) {
   if (B_r == 128 && B_c == 64) return launch_tile<128, 64, HEAD_DIM>(a, stream);
@@ -239,13 +240,17 @@ static cudaError_t launch(int B_r, int B_c, const Attention<T>& a, cudaStream_t 
   return cudaErrorInvalidValue;
 }
 
+// q, out (batch, q_len, heads, head_dim)   k, v (batch, kv_len, kv_heads, head_dim)
+// seqlens_k, leftpad_k (batch), or null
 extern "C" cudaError_t flash_attention(View q, View k, View v, View out, const int* seqlens_k, const int* leftpad_k,
                                        float scale, int causal, int dtype, int B_r, int B_c, cudaStream_t stream) {
   return with_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    Attention<T> a = {q.as<T>(), k.as<T>(), v.as<T>(), out.as<T>()};
-    a.q_strides = strides_of(q), a.k_strides = strides_of(k), a.v_strides = strides_of(v);
-    a.out_strides = strides_of(out);
+    Attention<T> a;
+    a.q = q.as<T>(), a.q_strides = strides_of(q);
+    a.k = k.as<T>(), a.k_strides = strides_of(k);
+    a.v = v.as<T>(), a.v_strides = strides_of(v);
+    a.out = out.as<T>(), a.out_strides = strides_of(out);
     a.seqlens_k = seqlens_k, a.leftpad_k = leftpad_k;
     a.batch = q.sizes[0], a.q_len = q.sizes[1], a.heads = q.sizes[2], a.head_dim = q.sizes[3];
     a.kv_len = k.sizes[1], a.kv_heads = k.sizes[2];

@@ -125,12 +125,13 @@ def flash_attention_decode(
         return out
     if num_splits is None:
         num_splits = choose_num_splits(batch * heads, kv_len, multiprocessors(q.device))
-    workspace = None
-    if num_splits > 1:  # for the splits' partial results
-        size = workspace_bytes(batch, heads, head_dim, num_splits, q.device)
-        workspace = torch.empty(size=(size,), dtype=torch.uint8, device=q.device)
+    partial_out = partial_lse = None
+    if num_splits > 1:
+        parts = dict(dtype=torch.float32, device=q.device)
+        partial_out = torch.empty(size=(batch, heads, num_splits, head_dim), **parts)
+        partial_lse = torch.empty(size=(batch, heads, num_splits), **parts)
     _kernels.launch(
-        "flash_attention_decode", q=q, k=k, v=v, out=out, workspace=workspace,
+        "flash_attention_decode", q=q, k=k, v=v, out=out, partial_out=partial_out, partial_lse=partial_lse,
         seqlens_k=seqlens_k, leftpad_k=leftpad_k, num_splits=num_splits,
         scale=1 / math.sqrt(head_dim) if scale is None else scale, dtype=dtype_code(q.dtype),
     )  # fmt: skip
@@ -138,28 +139,11 @@ def flash_attention_decode(
 
 
 @functools.cache
-def workspace_bytes(
-    batch: int, heads: int, head_dim: int, num_splits: int, device: torch.device
-) -> int:
-    """Bytes of scratch memory that the decode kernel takes, as the .cu says."""
-    return _kernels.query(
-        "workspace_bytes",
-        device,
-        batch=batch,
-        heads=heads,
-        head_dim=head_dim,
-        num_splits=num_splits,
-    )
-
-
-@functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a GPU has; 1 for the CPU, where nothing is gained by splitting."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 1
-    )
+    """How many a GPU has; 1 for the CPU, where splitting gains nothing."""
+    if device.type == "cpu":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def custom_flash_attention_decode(

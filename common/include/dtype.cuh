@@ -1,4 +1,4 @@
-// float32, float16 and bfloat16 tensors through one kernel: read as float, computed in float, rounded once when written.
+// One kernel for float32, float16 and bfloat16 tensors: read as float, computed in float, rounded once when written.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -19,7 +19,7 @@ __device__ __forceinline__ __half from_float<__half>(float x) { return __float2h
 template <>
 __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
 
-// run(T{}) for the T of this dtype: what a launcher does with it.
+// run(T{}), where T is the C++ type of this dtype.
 template <typename Run>
 inline cudaError_t with_dtype(int dtype, Run run) {
   if (dtype == FLOAT16) return run(__half{});

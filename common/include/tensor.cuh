@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-// A tensor of up to four dimensions, passed to a launcher by value. Sizes and strides count elements. A dimension that the
-// tensor does not have has size 1, and a dimension of size 1 has stride 0. Every size fits an int. In Python:
+// A tensor of up to four dimensions, passed to a launcher by value. Sizes and strides count elements. A dimension that
+// the tensor does not have has size 1, and a dimension of size 1 has stride 0. Every size fits an int. In Python:
 // common.build.View.
 struct View {
   void* data;
@@ -23,7 +23,7 @@ struct Strides {
 
 inline Strides strides_of(const View& tensor) { return {tensor.strides[0], tensor.strides[1], tensor.strides[2]}; }
 
-// One matrix of a (batch, heads, rows, columns) tensor of floats with any strides: element (r, c) is matrix(r, c).
+// One matrix of a (batch, heads, rows, columns) tensor of floats with any strides. matrix(r, c) is element (r, c).
 struct Matrix {
   float* data;
   int64_t row_stride, column_stride;

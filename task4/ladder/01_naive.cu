@@ -1,20 +1,20 @@
-// Rung 1, naive: one thread for each query row, and every number read from global memory when it is needed.
+// Rung 1, naive: one thread per query row; every number is read from global memory when it is needed.
 // FlashAttention-2 forward [FA2] arXiv:2307.08691, Algorithm 1, with tiles of one row and one key: B_r = B_c = 1.
 //
 //   q, out (batch, q_len, heads, head_dim)      k, v (batch, kv_len, kv_heads, head_dim)      fp32, fp16 or bf16
-//   grid  (ceil(q_len / THREADS), heads, batch)      block (THREADS)      thread t of block i has row i * THREADS + t
+//   grid  (ceil(q_len / THREADS), heads, batch)      block (THREADS)      thread t of block i: row i * THREADS + t
 //
 //   line  8    S   = q_i k_j^T                            one number
 //   line  9    m'  = max(m_i, S)      P = exp(S - m')     l_i = exp(m_i - m') l_i + P
 //   line 10    O_i = exp(m_i - m') O_i + P v_j            (printed with ^-1 in the paper: a known typo)
 //   line 12    O_i = O_i / l_i
 //
-// The one good thing here is the algorithm: memory grows with S, not with S squared. The rest is what later rungs mend:
-//   - 32 threads read 32 different rows of q, and write as many of out: 32 sectors of memory for each load;
-//   - of k and v all threads read the same number at the same time. It is one load for the warp, but a load for each
+// The algorithm is good: memory grows with S, not with S squared. Later rungs mend the rest:
+//   - 32 threads read 32 different rows of q, and write as many of out: 32 sectors of memory per load;
+//   - all threads read the same number of k or v at the same time. That is one load for the warp, but one load per
 //     product: the chip multiplies far faster than it loads;
-//   - O_i is an array with a run-time index, and registers cannot be indexed: it lies in local memory, which is global
-//     memory behind the L1 cache, and is read and written once for each key.
+//   - O_i is an array with a run-time index, and registers cannot be indexed: it is in local memory, which is global
+//     memory behind the L1 cache, and is read and written once per key.
 #include "attention.cuh"
 
 constexpr int THREADS = 128, MAX_HEAD_DIM = 128;
@@ -22,7 +22,7 @@ constexpr int THREADS = 128, MAX_HEAD_DIM = 128;
 template <typename T>
 __global__ void __launch_bounds__(THREADS) attention_kernel(Attention a) {
   const int row = blockIdx.x * THREADS + threadIdx.x, head = blockIdx.y, b = blockIdx.z, head_dim = a.head_dim;
-  if (row >= a.q_len) return;  // there is no barrier below that would wait for this thread
+  if (row >= a.q_len) return;  // no barrier below waits for this thread
   const T* q_i = a.q_head<T>(b, head) + row * a.q_strides.row;
   const T* k = a.k_head<T>(b, head);
   const T* v = a.v_head<T>(b, head);

@@ -11,14 +11,14 @@
 //   line 10    O_i = diag(exp(m_i - m')) O_i + P V_j    (printed with ^-1 in the paper: a known typo), in fragments
 //   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
 //
-// Against rung 3: mma_sync multiplies 16 x 16 by 16 x 16 numbers, on units that are 8 (tf32) to 16 times as fast. A
-// fragment is a matrix that the lanes of a warp hold together, and CUDA does not say which lane holds what. So
-//   - the softmax, which has to know rows, cannot be done on fragments: S goes through shared memory, and P back;
-//   - line 10 multiplies each row of O_i by its own factor. But fragments of one type hold their elements alike: in a
-//     fragment of a matrix that repeats row r's factor all along row r, each x[i] is the factor for O_i's x[i].
-// Rows of all tiles are 16 bytes longer than their contents, so that 8 of them side by side fall into 32 banks.
-// What limits it now: one warp for all that shared memory. Few blocks fit on a multiprocessor, so few hide each other's
-// waits, and k and v are read again for every 16 rows. It may well be slower than rung 3.
+// Compared with rung 3: mma_sync multiplies 16 x 16 by 16 x 16 numbers, on units that are 8 (tf32) to 16 times as fast.
+// A fragment is a matrix that the lanes of a warp hold together, and CUDA does not say which lane holds what. So
+//   - the softmax, which has to know rows, cannot work on fragments: S goes through shared memory, and P back;
+//   - line 10 multiplies each row of O_i by its own factor. Fragments of one type are laid out alike, so in a fragment
+//     of a matrix that repeats row r's factor all along row r, each x[i] is the factor for O_i's x[i].
+// Rows of all tiles are 16 bytes longer than their contents, so that 8 neighbouring rows fall into all 32 banks.
+// What limits it now: all that shared memory serves one warp. Few blocks fit on an SM, so few hide each other's
+// latencies, and k and v are read again for every 16 rows. It may well be slower than rung 3.
 #include <mma.h>
 
 #include "attention.cuh"

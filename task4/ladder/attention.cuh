@@ -1,7 +1,7 @@
 // What every rung of the ladder computes, and its arguments.
 //
 //   out = softmax(scale q k^T) v
-//   q, out (batch, q_len, heads, head_dim)      k, v (batch, kv_len, kv_heads, head_dim)      read in place, any strides
+//   q, out (batch, q_len, heads, head_dim)     k, v (batch, kv_len, kv_heads, head_dim)     read in place, any strides
 //
 // heads / kv_heads neighbouring query heads share one head of k and v (GQA). Causal is aligned to the end: query i sees
 // the keys j <= i + kv_len - q_len. A row that sees no key gives 0. The caller has checked shapes, dtype and head_dim,
@@ -56,10 +56,13 @@ struct Attention {
 inline Attention make_attention(const View& q, const View& k, const View& v, const View& out, void* workspace,
                                 float scale, int causal) {
   Attention a;
-  a.q = q.data, a.k = k.data, a.v = v.data, a.out = out.data, a.workspace = workspace;
+  a.q = q.data, a.q_strides = strides_of(q);
+  a.k = k.data, a.k_strides = strides_of(k);
+  a.v = v.data, a.v_strides = strides_of(v);
+  a.out = out.data, a.out_strides = strides_of(out);
+  a.workspace = workspace;
   a.batch = q.sizes[0], a.q_len = q.sizes[1], a.heads = q.sizes[2], a.head_dim = q.sizes[3];
   a.kv_len = k.sizes[1], a.kv_heads = k.sizes[2];
-  a.q_strides = strides_of(q), a.k_strides = strides_of(k), a.v_strides = strides_of(v), a.out_strides = strides_of(out);
   a.scale = scale, a.causal = causal != 0;
   return a;
 }
