@@ -96,12 +96,12 @@ def custom_attention(
     Args:
         q: ``(batch, q_len, num_heads * head_dim)`` float32, last dimension contiguous.
         k, v: ``(batch, kv_len, num_heads * head_dim)``.
-        num_heads: heads, which lie side by side in a row.
+        num_heads: heads, side by side in a row.
         causal: query i sees the keys ``j <= i + kv_len - q_len``.
 
     Returns:
-        ``(batch, q_len, num_heads * head_dim)``. The scores take ``batch * num_heads * q_len * kv_len`` floats on
-        the way.
+        ``(batch, q_len, num_heads * head_dim)``. The scores take ``batch * num_heads * q_len * kv_len`` floats of
+        scratch memory.
 
     Raises:
         ValueError: arguments that do not fit, named.

@@ -1,11 +1,11 @@
 """Calling the launchers of a .cu file on torch tensors.
 
     _kernels = Kernels(__file__, "attention_kernel.cu")
-    _kernels.launch("batched_softmax", inp=x, out=y, rows=n, columns=m)
+    _kernels.launch("batched_softmax", inp=x, out=y)
 
-Nothing is built, loaded or asked of a GPU before the first launch. What a file says is looked at once a
-process, at its first launch on a device: to run an edited kernel, start a new process (a new ``python
--m taskN.test``, or the notebook's kernel again).
+Nothing is built, loaded or asked of a GPU before the first launch. A .cu is read once per process, at its first launch
+on a device: to run an edited kernel, start a new process (``python -m taskN.test`` again, or restart the notebook's
+kernel).
 """
 
 import ctypes
@@ -29,7 +29,7 @@ class KernelError(RuntimeError):
 
 @dataclass(frozen=True)
 class Settings:
-    """How launches on the CPU run. See ``using``."""
+    """How launches on the CPU run; see ``using``."""
 
     check: bool = False
     order: str = "forward"
@@ -54,14 +54,14 @@ def using(
     eager_copies: bool = False,
     threads: int | None = None,
 ) -> Iterator[None]:
-    """How launches on the CPU inside this context run. Those on a GPU are not affected.
+    """A context that sets how launches on the CPU run. Launches on a GPU are not affected.
 
     Args:
         check: use the build that finds races, uninitialised and out-of-bounds accesses (slower).
-        order: of the threads of a block between two barriers: "forward", "reverse" or "random".
+        order: in which the threads of a block run between two barriers: "forward", "reverse" or "random".
         seed: of the random order.
-        eager_copies: cp.async data lands at once; otherwise as late as the kernel's waits allow.
-        threads: OS threads that blocks are spread over; None: one a core.
+        eager_copies: the data of cp.async arrives at once; otherwise as late as the kernel's waits allow.
+        threads: OS threads that run the blocks; None: one per core.
 
     Raises:
         ValueError: ``order`` is none of the three.
@@ -78,7 +78,7 @@ def using(
 
 @functools.cache
 def dtype_code(dtype) -> int:
-    """The number by which a launcher knows a dtype: float32 0, float16 1, bfloat16 2.
+    """The number that stands for a dtype in a launcher's arguments: float32 0, float16 1, bfloat16 2.
 
     Raises:
         ValueError: the kernels do not take this dtype.
@@ -213,7 +213,7 @@ def _device_of(name: str, arguments: Arguments) -> Any:
 
 
 def target_for(source: Path, device: Any) -> builder.Target:
-    """What the first launch on a torch.device builds here and now: for ``builder.make``, which takes many at once."""
+    """The target that a first launch on a torch.device would build; ``builder.make`` builds several at once."""
     if device.type != "cuda":
         return builder.plan(source, device.type, check=_settings.check)
     import torch
@@ -323,7 +323,7 @@ def _configure(runtime: Any, settings: Settings) -> None:
             order=settings.order,
             seed=settings.seed,
             eager_copies=settings.eager_copies,
-            threads=settings.threads or 0,  # 0: one a core; None would leave it as it was
+            threads=settings.threads or 0,  # 0: one per core; None would change nothing
         )
         _configured = settings
 

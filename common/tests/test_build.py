@@ -268,7 +268,7 @@ def test_killed_while_the_compiler_runs(checkout, task):
         wait_for(lambda: [f for f in work_folders(checkout) - before if list(f.glob("*.log"))])
         os.killpg(process.pid, signal.SIGKILL)
     assert not libraries(checkout, task)
-    assert work_folders(checkout) - before  # what is left of it is in nobody's way
+    assert work_folders(checkout) - before  # what is left of it does no harm
     assert "built in" in compile_in(checkout, task).stdout
 
 
