@@ -29,17 +29,22 @@ SOFTMAX = [
     Case("rows of -inf", why="a row that may look at nothing becomes 0, not NaN", small=True, rows=4, n=90, masked=1.0),
     Case("down the columns", why="dim 0: elements of a row lie apart", rows=130, n=40, dim=0),
     Case("a slice", why="rows further apart than they are long", rows=40, n=130, padding=7),
+    Case("a batch", why="(batch, rows, n), as the course calls it", small=True, batch=3, rows=5, n=40),
+    Case("a batch, dim -2", why="down the columns of each matrix", small=True, batch=3, rows=40, n=7, dim=-2),
+    Case("a batch of slices", why="three different strides", batch=3, rows=33, n=20, padding=5, dim=-2),
 ]  # fmt: skip
 
 
 @suite.check("softmax", SOFTMAX)
 def softmax_matches_float64(case, device, rng):
     v = case.values
-    x = rng.randn(case.rows, case.n + v.get("padding", 0), scale=v.get("scale", 3.0)) + v.get(
-        "shift", 0.0
-    )
-    x = x[:, : case.n]
-    x = x.masked_fill(rng.uniform(0, 1, *x.shape) < v.get("masked", 0.0), -torch.inf)
+    batch = (v["batch"],) if "batch" in v else ()
+    width = case.n + v.get("padding", 0)
+    x = rng.randn(*batch, case.rows, width, scale=v.get("scale", 3.0)) + v.get("shift", 0.0)
+    x = x[..., : case.n]
+    x.masked_fill_(
+        rng.uniform(0, 1, *x.shape) < v.get("masked", 0.0), -torch.inf
+    )  # in place: or a slice would be copied
     dim = v.get("dim", -1)
     truth = x.double().softmax(dim).nan_to_num(0.0)
     pytorch = x.softmax(dim).nan_to_num(0.0)
@@ -47,10 +52,10 @@ def softmax_matches_float64(case, device, rng):
         attention.test_batched_softmax(x, dim),
         truth,
         pytorch,
-        axes=("row", "column"),
+        axes=("batch", "row", "column")[-x.dim() :],
         suspects={
             "the sum is over the other dimension": lambda: (
-                x.double().softmax(-1 - dim).nan_to_num(0.0)
+                x.double().softmax(-3 - dim if dim < 0 else 1 - dim).nan_to_num(0.0)
             ),
             "the division by the sum is missing": lambda: (
                 x.double() - x.double().amax(dim, True)
@@ -69,13 +74,23 @@ GEMM = [
     Case("tall and thin", why="more row tiles than column tiles", batch=2, M=250, N=20, K=64),
     Case("head_dim 80", why="K not a power of two", batch=4, M=100, N=100, K=80),
     Case("strided rows", why="rows further apart than they are long", small=True, batch=2, M=40, N=33, K=20, padding=5),
+    Case("transposed", why="columns further apart than rows", small=True, batch=2, M=40, N=33, K=35, transposed=True),
+    Case("every second column", why="no dimension is contiguous", batch=2, M=20, N=33, K=35, padding=3, step=2),
+    Case("one matrix for all", why="a batch stride of 0", batch=3, M=20, N=33, K=35, expanded=True),
     Case("course size", why="the sizes of the handout", devices=("cuda",), batch=4, M=1000, N=1000, K=1000),
 ]  # fmt: skip
 
 
 def _matrices(case, rng, *shapes):
-    padding = case.values.get("padding", 0)
-    return [rng.randn(case.batch, m, n + padding)[:, :, :n] for m, n in shapes]
+    v = case.values
+    step = v.get("step", 1)
+    batch = 1 if v.get("expanded") else case.batch
+    matrices = []
+    for m, n in shapes:
+        m, n = (n, m) if v.get("transposed") else (m, n)
+        x = rng.randn(batch, m, step * n + v.get("padding", 0))[:, :, : step * n : step]
+        matrices.append((x.mT if v.get("transposed") else x).expand(case.batch, -1, -1))
+    return matrices
 
 
 @suite.check("gemm", GEMM)

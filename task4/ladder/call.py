@@ -9,12 +9,13 @@ A rung is compiled when it is first called.
 import functools
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.build import Kernels, Strides, dtype_code
+from common.build import Kernels, dtype_code
 from common.inputs import check_attention
 from task4.ladder.rungs import WIDEST, Rung, choose
 
@@ -100,8 +101,7 @@ class Call:
         scale: float | None,
         rung: int | None,
     ) -> None:
-        sizes = check_attention(q, k, v, max_head_dim=WIDEST)
-        batch, heads, kv_heads, q_len, kv_len, head_dim = sizes
+        batch, heads, _, q_len, kv_len, head_dim = check_attention(q, k, v, max_head_dim=WIDEST)
         if scale is not None and not 0 < scale < math.inf:
             raise ValueError(f"scale must be above 0 and finite; got {scale}")
         self.rung, reason = choose(q, k, v, rung)
@@ -109,24 +109,25 @@ class Call:
             log.info("%s instead of %s", self.rung, reason)
         self._out = dict(size=(batch, q_len, heads, head_dim), dtype=q.dtype, device=q.device)
         self._nothing = not (batch and q_len and heads and kv_len)
-        self._scratch = self.rung.workspace(sizes) if self.rung.workspace else 0
         self._counted = self.rung.counter and causal
-        self._kernels = kernels(self.rung)
-        contiguous = Strides(q_len * heads * head_dim, heads * head_dim, head_dim)
+        own = kernels(self.rung)
+        asked = own.has_query("workspace_bytes") and not self._nothing
+        self._scratch = own.query("workspace_bytes", q.device, q=q, k=k) if asked else 0
         self._numbers = dict(
-            batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim,
-            q_strides=_strides(q), k_strides=_strides(k), v_strides=_strides(v), out_strides=contiguous,
             scale=1 / math.sqrt(head_dim) if scale is None else float(scale), causal=int(causal),
             dtype=dtype_code(q.dtype),
         )  # fmt: skip
+        self._launch: Callable[..., None] | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._nothing:  # no rows, or rows that see no key
             return torch.zeros(**self._out)
         out, workspace = self.allocate()
-        self._kernels.launch(
-            "attention", q=q, k=k, v=v, out=out, workspace=workspace, **self._numbers
-        )
+        if self._launch is None:
+            self._launch = kernels(self.rung).prepare(
+                "attention", q=q, k=k, v=v, out=out, workspace=workspace, **self._numbers
+            )
+        self._launch(q, k, v, out, workspace)
         return out
 
     def allocate(self) -> tuple[Tensor, Tensor | None]:
@@ -157,13 +158,6 @@ def counter(device: torch.device) -> Tensor:
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 _calls: dict[tuple[Any, ...], Call] = {}
 _MOST_CALLS = 4096
-
-
-def _strides(tensor: Tensor) -> Strides:
-    """A tensor's strides; where there is only one index the stride is never used, and may as well be an aligned one."""
-    width = tensor.shape[-1]
-    pairs = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    return Strides(*(stride if n > 1 else width for n, stride in pairs))
 
 
 @functools.cache

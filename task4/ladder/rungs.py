@@ -2,8 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,8 @@ class Rung:
     vector: int = 16  # bytes to which pointers and strides must be aligned for its loads
     tf32: bool = False  # takes float32 tensors, but multiplies them rounded to tf32
     split: bool = False  # multiplies float32 on tensor cores, in 16-bit parts
-    # Bytes of scratch memory, by (batch, heads, kv_heads, q_len, kv_len, head_dim).
-    workspace: Callable[[tuple[int, int, int, int, int, int]], int] | None = None
     counter: bool = False  # if causal, its workspace is an int that is 0 before and after
-    # Bytes that a block takes, by head_dim, if that is more than every GPU of ``capability`` has.
-    shared_memory: Mapping[int, int] = field(default_factory=dict, hash=False)
+    min_keys: int = 0  # with fewer, the next rung of FASTEST_FIRST is faster
 
     def __str__(self) -> str:
         return f"rung {self.number} ({self.name})"
@@ -76,22 +73,9 @@ class Rung:
             if has < self.capability or (self.hopper and has != self.capability):
                 newer = "(Hopper)" if self.hopper else "or newer"
                 return f"{needs} {newer}; {gpu.name} has {_version(has)}"
-            size = self.shared_memory.get(head_dim, 0)
-            if size > (limit := gpu.shared_memory_per_block_optin):
-                return (
-                    f"{self} needs {size:,} bytes of shared memory at head_dim {head_dim};"
-                    f" a block on {gpu.name} has {limit:,}"
-                )
         if alignment < self.vector:
             return f"{self} needs tensors aligned to {self.vector} bytes; got {alignment}"
         return None
-
-
-def _split_keys_and_values(sizes: tuple[int, int, int, int, int, int]) -> int:
-    """Rung 16's ``Record`` for each tile of K and of V, which is 8,192 numbers."""
-    batch, _, kv_heads, _, kv_len, head_dim = sizes
-    tiles = -(-kv_len // (8192 // head_dim))
-    return 2 * batch * kv_heads * tiles * 32896
 
 
 # What rungs have in common.
@@ -118,9 +102,9 @@ RUNGS: tuple[Rung, ...] = (
     Rung(14, "persistent", "14_persistent.cu", "persistent blocks and a dynamic tile scheduler: a tile's epilogue"
          " overlaps with the next one's prologue", counter=True, **_WGMMA),
     Rung(15, "lazy maximum", "15_lazy_maximum.cu", "long rows keep their maximum and check P instead",
-         counter=True, **_WGMMA),
+         counter=True, min_keys=2048, **_WGMMA),
     Rung(16, "fp32", "16_fp32.cu", "float32 in 16-bit parts on wgmma, as accurate as float32", (FP32,),
-         split=True, workspace=_split_keys_and_values, **_HOPPER),
+         split=True, **_HOPPER),
 )  # fmt: skip
 
 WIDEST = max(max(rung.head_dims) for rung in RUNGS)
@@ -137,15 +121,31 @@ def by_number(number: int) -> Rung:
     raise ValueError(f"there is no rung {number!r}; the ladder has {list_rungs(RUNGS)}")
 
 
-@functools.cache
 def fastest(
-    device: torch.device, dtype: torch.dtype, head_dim: int, alignment: int = 16
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    alignment: int = 16,
+    kv_len: int | None = None,
 ) -> Rung | None:
-    """The rung that runs by default; None if there is none for these. ``alignment`` in bytes: :func:`aligned_to`."""
-    for rung in map(by_number, FASTEST_FIRST):
-        if rung.exact_in(dtype) and rung.why_not(device, dtype, head_dim, alignment) is None:
-            return rung
-    return None
+    """The rung that runs by default; None if there is none for these.
+
+    ``alignment`` in bytes: :func:`aligned_to`. ``kv_len``: enough for any rung if None.
+    """
+    found = _fastest_first(device, dtype, head_dim, alignment)
+    return next((r for r in found if kv_len is None or kv_len >= r.min_keys), None)
+
+
+@functools.cache
+def _fastest_first(
+    device: torch.device, dtype: torch.dtype, head_dim: int, alignment: int
+) -> list[Rung]:
+    rungs = map(by_number, FASTEST_FIRST)
+    return [
+        r
+        for r in rungs
+        if r.exact_in(dtype) and r.why_not(device, dtype, head_dim, alignment) is None
+    ]
 
 
 def choose(q: Tensor, k: Tensor, v: Tensor, number: int | None) -> tuple[Rung, str]:
@@ -157,9 +157,11 @@ def choose(q: Tensor, k: Tensor, v: Tensor, number: int | None) -> tuple[Rung, s
     Raises:
         ValueError: no rung can take them, or the one of that number cannot: why, and which can.
     """
-    device, dtype, head_dim = q.device, q.dtype, q.shape[3]
+    device, dtype, head_dim, kv_len = q.device, q.dtype, q.shape[3], k.shape[1]
     alignment = min(map(aligned_to, (q, k, v)))
-    wanted = fastest(device, dtype, head_dim) if number is None else by_number(number)
+    wanted = (
+        fastest(device, dtype, head_dim, kv_len=kv_len) if number is None else by_number(number)
+    )
     where = "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
     dims = _join(f"{d}" for d in sorted({d for rung in RUNGS for d in rung.head_dims}))
     none_takes = (
@@ -174,7 +176,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, number: int | None) -> tuple[Rung, s
         reason, otherwise = _misaligned(wanted, q, k, v), ". No other rung can take them"
     else:
         return wanted, ""
-    if number is None and (found := fastest(device, dtype, head_dim, alignment)):
+    if number is None and (found := fastest(device, dtype, head_dim, alignment, kv_len)):
         return found, reason
     others = [r for r in RUNGS if r.why_not(device, dtype, head_dim, alignment) is None]
     if others:
