@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from common.build import Kernels, Strides, dtype_code
+from common.build import Kernels, dtype_code
 from common.inputs import (
     KERNEL_DTYPES,
     check_attention,
@@ -57,12 +57,9 @@ def update_kv_cache(
         check_position(current_pos, n, max_seq_len)
     if batch and n and hidden:
         on_device = isinstance(current_pos, Tensor)
-        strides = [Strides.of(t.unsqueeze(2)) for t in (k_cache, v_cache, k, v)]
         _kernels.launch(
             "update_kv_cache", k_cache=k_cache, v_cache=v_cache, k=k, v=v,
             positions=current_pos if on_device else None, current_pos=0 if on_device else current_pos,
-            batch=batch, n=n, max_seq_len=max_seq_len, hidden=hidden,
-            k_cache_strides=strides[0], v_cache_strides=strides[1], k_strides=strides[2], v_strides=strides[3],
             dtype=dtype_code(k.dtype),
         )  # fmt: skip
 
@@ -145,11 +142,8 @@ def flash_attention_decode(
         partial_lse = torch.empty(batch, heads, num_splits, device=q.device)
     _kernels.launch(
         "flash_attention_decode", q=q, k=k, v=v, out=out, partial_out=partial_out, partial_lse=partial_lse,
-        seqlens_k=seqlens_k, leftpad_k=leftpad_k,
-        batch=batch, heads=heads, kv_heads=kv_heads, kv_len=kv_len, head_dim=head_dim, num_splits=num_splits,
-        q_strides=Strides.of(q), k_strides=Strides.of(k), v_strides=Strides.of(v), out_strides=Strides.of(out),
-        scale=1 / math.sqrt(head_dim) if scale is None else scale,
-        vectors=all(map(_in_fours, (q, k, v))), dtype=dtype_code(q.dtype),
+        seqlens_k=seqlens_k, leftpad_k=leftpad_k, num_splits=num_splits,
+        scale=1 / math.sqrt(head_dim) if scale is None else scale, dtype=dtype_code(q.dtype),
     )  # fmt: skip
     return out
 
@@ -160,13 +154,6 @@ def multiprocessors(device: torch.device) -> int:
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
         else 1
-    )
-
-
-def _in_fours(tensor: Tensor) -> bool:
-    """Whether every row of every head starts at a multiple of 4 elements and has a multiple of 4."""
-    return tensor.data_ptr() % (4 * tensor.element_size()) == 0 and not any(
-        n % 4 for n in (*tensor.stride()[:3], tensor.shape[3])
     )
 
 

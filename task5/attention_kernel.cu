@@ -199,41 +199,39 @@ __global__ void combine_splits_kernel(const float* partial_out, const float* par
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers, called from attention.py
 // ---------------------------------------------------------------------------------------------------------------------
-template <typename Run>
-static cudaError_t with_dtype(int dtype, Run run) {
-  if (dtype == FLOAT16) return run(__half{});
-  if (dtype == BFLOAT16) return run(__nv_bfloat16{});
-  return run(float{});
-}
-
-extern "C" cudaError_t update_kv_cache(void* k_cache, void* v_cache, const void* k, const void* v, const int* positions,
-                                       int current_pos, int batch, int n, int max_seq_len, int hidden,
-                                       Strides k_cache_strides, Strides v_cache_strides, Strides k_strides,
-                                       Strides v_strides, int dtype, cudaStream_t stream) {
+// k_cache, v_cache (batch, max_seq_len, hidden)   k, v (batch, n, hidden)   positions (batch), or null
+extern "C" cudaError_t update_kv_cache(View k_cache, View v_cache, View k, View v, const int* positions,
+                                       int current_pos, int dtype, cudaStream_t stream) {
+  const int batch = k.sizes[0], n = k.sizes[1], hidden = k.sizes[2], max_seq_len = k_cache.sizes[1];
   return with_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     update_cache_kernel<T><<<dim3(n, batch), THREADS, 0, stream>>>(
-        static_cast<T*>(k_cache), static_cast<T*>(v_cache), static_cast<const T*>(k), static_cast<const T*>(v),
-        positions, current_pos, max_seq_len, hidden, k_cache_strides, v_cache_strides, k_strides, v_strides);
+        k_cache.as<T>(), v_cache.as<T>(), k.as<T>(), v.as<T>(), positions, current_pos, max_seq_len, hidden,
+        strides_of(k_cache), strides_of(v_cache), strides_of(k), strides_of(v));
     return cudaGetLastError();
   });
 }
 
 constexpr int B_C = 4;  // keys that a group of threads has in flight, to be tuned
 
+// Whether every row of every head starts at a multiple of 4 elements and has a multiple of 4.
+static bool in_fours(const View& tensor, int element_size) {
+  const uint64_t offsets = tensor.strides[0] | tensor.strides[1] | tensor.strides[2] | tensor.sizes[3];
+  return offsets % 4 == 0 && reinterpret_cast<uintptr_t>(tensor.data) % (4 * element_size) == 0;
+}
+
+// q, out (batch, 1, heads, head_dim)   k, v (batch, kv_len, kv_heads, head_dim)   seqlens_k, leftpad_k (batch), or null
 // partial_out, partial_lse: scratch for num_splits > 1, else null
-extern "C" cudaError_t flash_attention_decode(const void* q, const void* k, const void* v, void* out,
-                                              float* partial_out, float* partial_lse, const int* seqlens_k,
-                                              const int* leftpad_k, int batch, int heads, int kv_heads, int kv_len,
-                                              int head_dim, int num_splits, Strides q_strides, Strides k_strides,
-                                              Strides v_strides, Strides out_strides, float scale, int vectors,
+extern "C" cudaError_t flash_attention_decode(View q, View k, View v, View out, float* partial_out, float* partial_lse,
+                                              const int* seqlens_k, const int* leftpad_k, int num_splits, float scale,
                                               int dtype, cudaStream_t stream) {
+  const int batch = q.sizes[0], heads = q.sizes[2], head_dim = q.sizes[3], kv_len = k.sizes[1], kv_heads = k.sizes[2];
   return with_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    const Decode<T> a = {static_cast<const T*>(q), static_cast<const T*>(k), static_cast<const T*>(v),
-                         static_cast<T*>(out), partial_out, partial_lse, q_strides, k_strides, v_strides, out_strides,
-                         seqlens_k, leftpad_k, heads, kv_heads, kv_len, head_dim, ceil_div(kv_len, num_splits), scale,
-                         vectors != 0};
+    const bool vectors = in_fours(q, sizeof(T)) && in_fours(k, sizeof(T)) && in_fours(v, sizeof(T));
+    const Decode<T> a = {q.as<T>(), k.as<T>(), v.as<T>(), out.as<T>(), partial_out, partial_lse, strides_of(q),
+                         strides_of(k), strides_of(v), strides_of(out), seqlens_k, leftpad_k, heads, kv_heads, kv_len,
+                         head_dim, ceil_div(kv_len, num_splits), scale, vectors};
     const dim3 grid(num_splits, heads, batch);
     if (head_dim <= 64)
       flash_attention_decode_kernel<B_C, 64><<<grid, THREADS, 0, stream>>>(a);
@@ -241,7 +239,7 @@ extern "C" cudaError_t flash_attention_decode(const void* q, const void* k, cons
       flash_attention_decode_kernel<B_C, 128><<<grid, THREADS, 0, stream>>>(a);
     if (num_splits > 1)
       combine_splits_kernel<<<dim3(heads, batch), THREADS, 0, stream>>>(partial_out, partial_lse, a.out, num_splits,
-                                                                        heads, head_dim, out_strides);
+                                                                        heads, head_dim, a.out_strides);
     return cudaGetLastError();
   });
 }

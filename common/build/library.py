@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.build import builder, signature, toolchain
-from common.build.signature import POINTER, Strides
+from common.build.signature import POINTER, View
 
 ORDERS = ("forward", "reverse", "random")
 
@@ -92,17 +92,18 @@ def dtype_code(dtype) -> int:
 
 
 class Kernels:
-    """The launchers of one .cu file.
+    """The launchers and queries of one .cu file.
 
     Args:
         file: the calling module's ``__file__``; the source is looked for beside it.
         source: file name of the .cu. Its launchers are the functions
-            ``extern "C" cudaError_t name(..., cudaStream_t stream)``; what they take is read from it.
+            ``extern "C" cudaError_t name(..., cudaStream_t stream)``, its queries those that return an ``int`` or
+            ``int64_t``; what they take is read from it.
     """
 
     def __init__(self, file: str, source: str) -> None:
         self.source = Path(file).resolve().parent / source
-        # (launcher, torch.device, check build) -> the function that does the call
+        # (name, torch.device, check build) -> the function that does the call
         self._calls: dict[tuple[str, Any, bool], Callable[[dict[str, Any]], None]] = {}
 
     def launch(self, name: str, /, **arguments: Any) -> None:
@@ -110,51 +111,111 @@ class Kernels:
 
         Args:
             name: one of the launchers.
-            arguments: by the names that they have in the .cu: tensors or None for pointers, numbers, and
-                ``Strides.of(view)``; the stream is added.
+            arguments: by the names that they have in the .cu: tensors for ``View``, tensors or None for pointers,
+                and numbers; the stream is added.
 
         Raises:
             TypeError: an argument is missing, not known, or not of its type.
-            ValueError: the tensors are not all on one device, or on one that has no kernels.
+            ValueError: the tensors are not all on one device, or on one that has no kernels, or too large for a
+                ``View``.
             BuildError: the .cu does not compile.
             KernelError: the launcher returned an error.
         """
-        for value in arguments.values():
-            try:
-                device = value.device
-                break
-            except AttributeError:  # None, a number, Strides
-                continue
-        else:
-            raise TypeError(
-                f"{name}: none of the arguments is a tensor; got {', '.join(arguments) or 'none'}"
-            )
-        key = (name, device, _settings.check)
+        key = (name, _device_of(name, arguments), _settings.check)
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = self._prepare(*key)
+            call = self._calls[key] = self._launcher(*key)
         call(arguments)
 
-    def _prepare(self, name: str, device: Any, check: bool) -> Callable[[dict[str, Any]], None]:
+    def prepare(self, name: str, /, **arguments: Any) -> Callable[..., None]:
+        """:meth:`launch` for callers to whom a microsecond matters: all is checked here, and nothing launched.
+
+        Returns:
+            A function of the tensors alone, in the order of the .cu (None where a pointer may be null), which launches
+            and raises KernelError. It checks nothing: the tensors must have the shapes, strides and device of the ones
+            given here. Threads may share it.
+
+        Raises:
+            As :meth:`launch`.
+        """
+        device = _device_of(name, arguments)
+        function, types = self._function(name, device, _settings.check, launcher=True)
+        values = _converter(name, types, device)(arguments)
+        try:
+            for wanted, value in zip(types.values(), values, strict=True):
+                wanted.from_param(value)
+        except TypeError:
+            raise TypeError(_wrong_type(name, arguments, types)) from None
+        if device.type == "cuda":
+            return _prepared_cuda_call(name, function, values, device.index)
+        tensors = [n for n, wanted in types.items() if wanted in (View, POINTER)]
+        numbers = {n: value for n, value in arguments.items() if n not in tensors}
+        return lambda *given: self.launch(name, **dict(zip(tensors, given, strict=True)), **numbers)
+
+    def query(self, name: str, device: Any, /, **arguments: Any) -> int:
+        """What a query of the .cu, as built for this device, returns.
+
+        Args:
+            name: one of the queries, such as ``extern "C" int64_t workspace_bytes(View q, View k)``.
+            device: for which the .cu is built, if it is not yet.
+            arguments: as for :meth:`launch`.
+
+        Raises:
+            As ``launch``.
+        """
+        function, types = self._function(name, device, _settings.check, launcher=False)
+        try:
+            return function(*_converter(name, types, device)(arguments))
+        except ctypes.ArgumentError:
+            raise TypeError(_wrong_type(name, arguments, types)) from None
+
+    def has_query(self, name: str) -> bool:
+        """Whether the .cu exports such a query. Builds nothing."""
+        return name in self._exports and not self._exports[name].is_launcher
+
+    @functools.cached_property
+    def _exports(self) -> dict[str, signature.Export]:
+        return signature.exports(self.source)
+
+    def _function(
+        self, name: str, device: Any, check: bool, launcher: bool
+    ) -> tuple[Any, dict[str, type]]:
+        """A function of the library for this device, and the types of its parameters without the stream."""
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name}: kernels run on cpu and cuda tensors; got one on {device}")
-        launchers = signature.launchers(self.source)
-        if name not in launchers:
+        known = {n: e for n, e in self._exports.items() if e.is_launcher == launcher}
+        if name not in known:
+            what = "launcher" if launcher else "query"
             raise TypeError(
-                f"{self.source.name} has no launcher {name!r}; it has {', '.join(launchers)}"
+                f"{self.source.name} has no {what} {name!r}; it has {', '.join(known) or 'none'}"
             )
         if device.type == "cuda":
             path = _library_for_gpu(self.source, device)
         else:
             path = builder.build([self.source], "cpu", check=check)[0]
-        types = launchers[name]
-        function = getattr(_load(path), name)
-        function.argtypes = [*types.values(), ctypes.c_void_p]  # the stream
-        function.restype = ctypes.c_int
+        function = _load(path)[name]  # an object of its own: its types are set here
+        function.restype = known[name].returns
+        function.argtypes = [*known[name].parameters.values(), *[ctypes.c_void_p] * launcher]
+        return function, known[name].parameters
+
+    def _launcher(self, name: str, device: Any, check: bool) -> Callable[[dict[str, Any]], None]:
+        function, types = self._function(name, device, check, launcher=True)
         convert = _converter(name, types, device)
         if device.type == "cuda":
             return _cuda_call(name, function, convert, types, device.index)
         return _cpu_call(name, function, convert, types, check)
+
+
+def _device_of(name: str, arguments: dict[str, Any]) -> Any:
+    """The device of the first tensor."""
+    for value in arguments.values():
+        try:
+            return value.device
+        except AttributeError:  # None or a number
+            continue
+    raise TypeError(
+        f"{name}: none of the arguments is a tensor; got {', '.join(arguments) or 'none'}"
+    )
 
 
 def target_for(source: Path, device: Any) -> builder.Target:
@@ -172,14 +233,24 @@ def _converter(
 ) -> Callable[[dict[str, Any]], list[Any]]:
     """What turns keywords into the values that ctypes takes, and refuses what does not fit."""
     names = tuple(types)
-    pointers = tuple(i for i, t in enumerate(types.values()) if t is POINTER)
-    ints = tuple(i for i, t in enumerate(types.values()) if t is ctypes.c_int)
+    pointers, views, ints = (
+        tuple(i for i, t in enumerate(types.values()) if t is wanted)
+        for wanted in (POINTER, View, ctypes.c_int)
+    )
 
     def convert(arguments: dict[str, Any]) -> list[Any]:
         if tuple(arguments) != names:
             arguments = _in_order(name, names, arguments)
         values = list(arguments.values())
         try:
+            for i in views:
+                value = values[i]
+                if value.device != device:
+                    raise ValueError(_devices_differ(name, arguments))
+                try:
+                    values[i] = View.of(value)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {names[i]} {error}") from None
             for i in pointers:
                 value = values[i]
                 if value is not None:
@@ -220,7 +291,7 @@ def _wrong_type(name: str, arguments: dict[str, Any], types: dict[str, type]) ->
             ctypes.c_int: isinstance(value, int),
             ctypes.c_int64: isinstance(value, int),
             ctypes.c_float: isinstance(value, (int, float)),
-            Strides: isinstance(value, Strides),
+            View: hasattr(value, "data_ptr"),
         }
         if not fits[wanted]:
             got = f"{type(value).__name__} {value!r}"
@@ -236,7 +307,7 @@ def _cuda_call(
 ) -> Callable[[dict[str, Any]], None]:
     import torch
 
-    current_device = torch.cuda.current_device
+    current_device = torch._C._cuda_getDevice
     # torch.cuda.current_stream() builds an object: 3 us
     current_stream = torch._C._cuda_getCurrentRawStream
 
@@ -250,6 +321,54 @@ def _cuda_call(
                     status = function(*values, current_stream(index))
         except ctypes.ArgumentError:
             raise TypeError(_wrong_type(name, arguments, types)) from None
+        if status:
+            raise KernelError(f"{name}: {_cuda_error(status)}")
+
+    return call
+
+
+def _prepared_cuda_call(
+    name: str, function: Any, values: list[Any], index: int
+) -> Callable[..., None]:
+    """:meth:`Kernels.prepare` on a GPU. ``values``: the arguments, of which the tensors' addresses will change."""
+    import torch
+
+    current_device = torch._C._cuda_getDevice
+    current_stream = torch._C._cuda_getCurrentRawStream
+    types, function.argtypes = function.argtypes, None  # given ctypes objects, it converts nothing
+
+    def new_set() -> tuple[list[Any], list[ctypes.c_void_p], ctypes.c_void_p]:
+        *arguments, stream = (
+            View.from_buffer_copy(value) if wanted is View else wanted(value)
+            for value, wanted in zip((*values, None), types, strict=True)
+        )
+        addresses = [
+            ctypes.c_void_p.from_buffer(argument)  # of a View: its first field, data
+            for argument in arguments
+            if isinstance(argument, (View, ctypes.c_void_p))
+        ]
+        return [*arguments, stream], addresses, stream
+
+    # ctypes reads the arguments after it has released the interpreter's lock, so a call must not change those of a call
+    # in another thread. Each takes a set that is free, or makes one.
+    free = [new_set()]
+
+    def call(*tensors: Any) -> None:
+        try:
+            mine = free.pop()
+        except IndexError:
+            mine = new_set()
+        arguments, addresses, stream = mine
+        for address, tensor in zip(addresses, tensors, strict=True):
+            address.value = None if tensor is None else tensor.data_ptr()
+        if current_device() == index:
+            stream.value = current_stream(index)
+            status = function(*arguments)
+        else:
+            with torch.cuda.device(index):
+                stream.value = current_stream(index)
+                status = function(*arguments)
+        free.append(mine)
         if status:
             raise KernelError(f"{name}: {_cuda_error(status)}")
 

@@ -18,3 +18,11 @@ template <>
 __device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
 template <>
 __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+
+// run(T{}) for the T of this dtype: what a launcher does with it.
+template <typename Run>
+inline cudaError_t with_dtype(int dtype, Run run) {
+  if (dtype == FLOAT16) return run(__half{});
+  if (dtype == BFLOAT16) return run(__nv_bfloat16{});
+  return run(float{});
+}

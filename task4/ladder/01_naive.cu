@@ -20,8 +20,8 @@
 constexpr int THREADS = 128, MAX_HEAD_DIM = 128;
 
 template <typename T>
-__global__ void __launch_bounds__(THREADS) attention_kernel(Attention a, int head_dim) {
-  const int row = blockIdx.x * THREADS + threadIdx.x, head = blockIdx.y, b = blockIdx.z;
+__global__ void __launch_bounds__(THREADS) attention_kernel(Attention a) {
+  const int row = blockIdx.x * THREADS + threadIdx.x, head = blockIdx.y, b = blockIdx.z, head_dim = a.head_dim;
   if (row >= a.q_len) return;  // there is no barrier below that would wait for this thread
   const T* q_i = a.q_head<T>(b, head) + row * a.q_strides.row;
   const T* k = a.k_head<T>(b, head);
@@ -53,19 +53,14 @@ __global__ void __launch_bounds__(THREADS) attention_kernel(Attention a, int hea
 }
 
 template <typename T>
-static cudaError_t launch(const Attention& a, int head_dim, cudaStream_t stream) {
-  if (head_dim > MAX_HEAD_DIM) return cudaErrorInvalidValue;
-  attention_kernel<T><<<dim3(ceil_div(a.q_len, THREADS), a.heads, a.batch), THREADS, 0, stream>>>(a, head_dim);
+static cudaError_t launch(const Attention& a, cudaStream_t stream) {
+  if (a.head_dim > MAX_HEAD_DIM) return cudaErrorInvalidValue;
+  attention_kernel<T><<<dim3(ceil_div(a.q_len, THREADS), a.heads, a.batch), THREADS, 0, stream>>>(a);
   return cudaGetLastError();
 }
 
-extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
-                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
-                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
-                                 int dtype, cudaStream_t stream) {
-  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
-                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
-  if (dtype == FLOAT16) return launch<__half>(a, head_dim, stream);
-  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(a, head_dim, stream);
-  return launch<float>(a, head_dim, stream);
+extern "C" cudaError_t attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
+                                 cudaStream_t stream) {
+  const Attention a = make_attention(q, k, v, out, workspace, scale, causal);
+  return with_dtype(dtype, [&](auto zero) { return launch<decltype(zero)>(a, stream); });
 }

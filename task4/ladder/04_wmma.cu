@@ -184,25 +184,17 @@ __global__ void __launch_bounds__(32, 1) attention_kernel(Attention a) {
 template <typename T, int HEAD_DIM>
 static cudaError_t launch(const Attention& a, cudaStream_t stream) {
   constexpr int bytes = sizeof(Tiles<T, HEAD_DIM>);
-  const auto kernel = attention_kernel<T, HEAD_DIM>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;  // more than this GPU's blocks can have
+  if (cudaError_t error = allow_shared_memory<attention_kernel<T, HEAD_DIM>, bytes>()) return error;
   const dim3 grid(ceil_div(a.q_len, B_r), a.heads, a.batch);
   attention_kernel<T, HEAD_DIM><<<grid, 32, bytes, stream>>>(a);
   return cudaGetLastError();
 }
 
-extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
-                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
-                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
-                                 int dtype, cudaStream_t stream) {
-  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
-                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
-  const auto run = [&](auto zero) {
+extern "C" cudaError_t attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
+                                 cudaStream_t stream) {
+  const Attention a = make_attention(q, k, v, out, workspace, scale, causal);
+  return with_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    return head_dim == 64 ? launch<T, 64>(a, stream) : launch<T, 128>(a, stream);
-  };
-  if (dtype == FLOAT16) return run(__half{});
-  if (dtype == BFLOAT16) return run(__nv_bfloat16{});
-  return run(float{});
+    return a.head_dim == 64 ? launch<T, 64>(a, stream) : launch<T, 128>(a, stream);
+  });
 }

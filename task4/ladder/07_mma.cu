@@ -202,23 +202,23 @@ template <typename T, int HEAD_DIM>
 static cudaError_t launch(const Attention& a, cudaStream_t stream) {
   constexpr int B_r = 128, B_c = 64, WARPS = 4;
   constexpr int bytes = ((B_r + 2 * B_c) * HEAD_DIM + B_r * B_c) * sizeof(T);  // Q_i, K_j, V_j, P
-  const auto kernel = attention_kernel<T, HEAD_DIM, B_r, B_c, WARPS>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;  // more than this GPU's blocks can have
+  if (cudaError_t error = allow_shared_memory<attention_kernel<T, HEAD_DIM, B_r, B_c, WARPS>, bytes>()) return error;
   const dim3 grid(ceil_div(a.q_len, B_r), a.heads, a.batch);
   attention_kernel<T, HEAD_DIM, B_r, B_c, WARPS><<<grid, 32 * WARPS, bytes, stream>>>(a);
   return cudaGetLastError();
 }
 
-extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
-                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
-                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
-                                 int dtype, cudaStream_t stream) {
-  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
-                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
-  if (head_dim != 64 && head_dim != 128) return cudaErrorInvalidValue;
-  if (dtype == FLOAT16) return head_dim == 64 ? launch<__half, 64>(a, stream) : launch<__half, 128>(a, stream);
-  if (dtype == BFLOAT16)
-    return head_dim == 64 ? launch<__nv_bfloat16, 64>(a, stream) : launch<__nv_bfloat16, 128>(a, stream);
+template <typename T>
+static cudaError_t launch(const Attention& a, cudaStream_t stream) {
+  if (a.head_dim == 64) return launch<T, 64>(a, stream);
+  if (a.head_dim == 128) return launch<T, 128>(a, stream);
+  return cudaErrorInvalidValue;
+}
+
+extern "C" cudaError_t attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
+                                 cudaStream_t stream) {
+  const Attention a = make_attention(q, k, v, out, workspace, scale, causal);
+  if (dtype == FLOAT16) return launch<__half>(a, stream);
+  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(a, stream);
   return cudaErrorInvalidValue;
 }
