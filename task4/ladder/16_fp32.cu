@@ -30,11 +30,12 @@ struct Tile {
 
 template <int D>
 struct Shared {
+  static constexpr int B_c = TILE_VALUES / D;      // keys of a K_j or V_j
   static constexpr int STAGES = D == 128 ? 5 : 6;  // as many as fit
   uint8_t kv[STAGES][TILE_BYTES];                  // K_j and V_j in turn; wgmma wants multiples of 1024
   uint8_t q[2][4 * ROWS * D];                      // Q_i of each warpgroup: floats, then hi and lo
-  float units[STAGES][D];                          // of the Records
-  Tile tile;  // the next one
+  float4 units[STAGES];                            // of the Records
+  Tile tile;                                       // the next one
   // full: the buffer's contents have arrived. empty: all its readers are done with it
   uint64_t full[STAGES], empty[STAGES], q_full[2], q_empty[2], tile_full, tile_empty;
 };
@@ -57,7 +58,7 @@ DEVICE Tile tile_of(const Attention& a, int number, int group) {
 // How many K_j the rows of warpgroup w see, at least one. If causal, those of warpgroup 1 may see one more.
 template <int D>
 DEVICE int kv_tiles_of(const Attention& a, int row_0, int w) {
-  return max(1, ceil_div(a.visible(min(row_0 + (w + 1) * ROWS, a.q_len) - 1), Record<D>::B_c));
+  return max(1, ceil_div(a.visible(min(row_0 + (w + 1) * ROWS, a.q_len) - 1), Shared<D>::B_c));
 }
 
 // Contiguous bytes, already in the layout of shared memory.
@@ -70,7 +71,7 @@ DEVICE void bulk_load(void* to, const void* from, int bytes, uint64_t* barrier) 
 // One thread loads all tiles. It takes the next one when the last load of this one is under way: dynamic scheduling.
 template <int D>
 DEVICE void produce(const Attention& a, const CUtensorMap* q_map, Shared<D>& s, int tiles, int group) {
-  Record<D>* records = static_cast<Record<D>*>(a.workspace);
+  Record* records = static_cast<Record*>(a.workspace);
   Ring<Shared<D>::STAGES> kv;
   Ring<1> q, next;
   for (int i = blockIdx.x; true; i = gridDim.x + atomicAdd(&records->tiles_taken, 1), q.next(), next.next()) {
@@ -80,12 +81,12 @@ DEVICE void produce(const Attention& a, const CUtensorMap* q_map, Shared<D>& s, 
     mbarrier_arrive(&s.tile_full);
     if (tile.row_0 < 0) return;
     const int kv_head = tile.b * a.kv_heads + tile.head / (a.heads / a.kv_heads);
-    const Record<D>* record = records + 2 * int64_t(kv_head) * ceil_div(a.kv_len, Record<D>::B_c);
+    const Record* record = records + 2 * int64_t(kv_head) * ceil_div(a.kv_len, Shared<D>::B_c);
     for (int n = 0; n < 2 * kv_tiles_of<D>(a, tile.row_0, 1); ++n, ++record, kv.next()) {  // line 7: K_1 Q V_1 ...
       mbarrier_wait(&s.empty[kv.index], kv.parity ^ 1);
-      mbarrier_arrive_expect(&s.full[kv.index], TILE_BYTES + sizeof(record->units));
+      mbarrier_arrive_expect(&s.full[kv.index], TILE_BYTES + sizeof(record->unit));
       bulk_load(s.kv[kv.index], record->tile, TILE_BYTES, &s.full[kv.index]);
-      bulk_load(s.units[kv.index], record->units, sizeof(record->units), &s.full[kv.index]);
+      bulk_load(&s.units[kv.index], &record->unit, sizeof(record->unit), &s.full[kv.index]);
       for (int w = 0; w < 2 && n == 0; ++w) {
         mbarrier_wait(&s.q_empty[w], q.parity ^ 1);
         mbarrier_arrive_expect(&s.q_full[w], sizeof(s.q[w]));
@@ -106,12 +107,15 @@ DEVICE void split_Q(uint8_t* q, float scale, int row, float (&unit)[2]) {
   const auto at = [&](int n, int width) {
     return q + place(row + n % 2 * 8, (n / 2 * 16 + threadIdx.x % 4 * 4) * width, ROWS);
   };
-  alignas(16) float x[D / 8][4];
-  float largest[2] = {}, factor[2];
+  float4 x[D / 8];
+  float largest[2] = {}, factor[2];  // largest may be infinite: such a row has no finite score
 #pragma unroll
   for (int n = 0; n < D / 8; ++n) {
-    reinterpret_cast<float4&>(x[n]) = *reinterpret_cast<const float4*>(at(n, 2));
-    for (float& y : x[n]) y *= scale * LOG2_E, largest[n % 2] = larger(largest[n % 2], y);
+    x[n] = *reinterpret_cast<const float4*>(at(n, 2));
+    for (float* y : {&x[n].x, &x[n].y, &x[n].z, &x[n].w}) {
+      *y *= scale * LOG2_E;
+      largest[n % 2] = fmaxf(largest[n % 2], fabsf(*y));
+    }
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -122,10 +126,7 @@ DEVICE void split_Q(uint8_t* q, float scale, int row, float (&unit)[2]) {
   }
   __syncwarp();  // all lanes have read theirs
 #pragma unroll
-  for (int n = 0; n < D / 8; ++n) {
-    const float f = factor[n % 2];
-    store_split(at(n, 1), at(n, 1) + 2 * ROWS * D, x[n], {f, f, f, f});
-  }
+  for (int n = 0; n < D / 8; ++n) store_split(at(n, 1), at(n, 1) + 2 * ROWS * D, x[n], factor[n % 2]);
 }
 
 // Line 9 for row g (r = 0) or g + 8: S becomes P; rescale is the factor due to O_i. S unit is exact: a power of two.
@@ -138,14 +139,13 @@ DEVICE void split_softmax(const float (&S)[B_c / 2], uint32_t (&P_hi)[B_c / 4], 
   m_i = m_new;
   float sum = 0;
 #pragma unroll
-  for (int c = 0; c < B_c / 8; ++c) {
-    const float* pair = &S[4 * c + 2 * r];
-    const float left = fast_exp2(fmaf(pair[0], unit, -shift)), right = fast_exp2(fmaf(pair[1], unit, -shift));
+  for (int i = r; i < B_c / 4; i += 2) {
+    const float left = fast_exp2(fmaf(S[2 * i], unit, -shift)), right = fast_exp2(fmaf(S[2 * i + 1], unit, -shift));
     sum += left + right;
     const float x = P_FACTOR * left, y = P_FACTOR * right;  // not 15 in the exponent, where four bits would be lost
     const __half2 hi = __floats2half2_rn(x, y);
-    P_hi[2 * c + r] = bits(hi);
-    P_lo[2 * c + r] = bits(remainder(x, y, hi));
+    P_hi[i] = bits(hi);
+    P_lo[i] = bits(remainder(x, y, hi));
   }
   l_i = fmaf(l_i, rescale, sum);
 }
@@ -168,7 +168,7 @@ DEVICE void store(float* out, int64_t row_stride, int inside, const float (&O_i)
 
 template <int D>
 DEVICE void consume(const Attention& a, Shared<D>& s, int w) {
-  constexpr int B_c = Record<D>::B_c;
+  constexpr int B_c = Shared<D>::B_c;
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row_w = threadIdx.x / 32 % 4 * 16 + g;
   Ring<Shared<D>::STAGES> kv;
   Ring<1> q, next;
@@ -241,20 +241,17 @@ DEVICE void consume(const Attention& a, Shared<D>& s, int w) {
       keep_here(PV);
       keep_here(P_hi);  // until here the tensor cores own its registers
       keep_here(P_lo);
-      float2 units[D / 8];  // V_j's, of this thread's columns
-#pragma unroll
-      for (int c = 0; c < D / 8; ++c) units[c] = *reinterpret_cast<const float2*>(&s.units[stage][8 * c + 2 * t]);
+      const float v_unit = s.units[stage].x;
       release(stage);
 #pragma unroll
-      for (int i = 0; i < D / 2; ++i)
-        O_i[i] = fmaf(O_i[i], rescale[i / 2 % 2], (i % 2 ? units[i / 4].y : units[i / 4].x) * PV[i]);
+      for (int i = 0; i < D / 2; ++i) O_i[i] = fmaf(O_i[i], rescale[i / 2 % 2], v_unit * PV[i]);
     };
 
     int k_stage = begin_S();
     for (int j = 0;; ++j) {
       wgmma_wait<0>();
       keep_here(S);
-      const float k_unit = s.units[k_stage][0];
+      const float k_unit = s.units[k_stage].x;
       release(k_stage);
       if ((j + 1) * B_c > a.visible(row_0))
         for (int r = 0; r < 2; ++r) mask<B_c>(S, r, a.visible(row + 8 * r) - j * B_c - 2 * t);
@@ -310,31 +307,32 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
 
 template <int D>
 static int64_t records(int64_t batch, int64_t kv_heads, int kv_len) {
-  return 2 * batch * kv_heads * ceil_div(kv_len, Record<D>::B_c);
+  return 2 * batch * kv_heads * ceil_div(kv_len, Shared<D>::B_c);
 }
 
 template <int D>
 static cudaError_t launch(const Attention& a, cudaStream_t stream) {
   const int64_t heads = int64_t(a.batch) * a.heads, tiles = heads * ceil_div(a.q_len, B_r);
-  const int64_t to_split = records<D>(a.batch, a.kv_heads, a.kv_len), kv_tiles = ceil_div(a.kv_len, Record<D>::B_c);
+  const int64_t to_split = records<D>(a.batch, a.kv_heads, a.kv_len), kv_tiles = ceil_div(a.kv_len, Shared<D>::B_c);
   if (to_split > INT32_MAX || tiles > INT32_MAX / 2) return cudaErrorInvalidValue;
-  const int64_t in_l2 = (24 << 20) / (2 * kv_tiles * sizeof(Record<D>)) * (a.heads / a.kv_heads);  // in half of it
+  const int64_t in_l2 = (24 << 20) / (2 * kv_tiles * sizeof(Record)) * (a.heads / a.kv_heads);  // in half of it
   const int64_t group = max(int64_t(1), min(in_l2, heads));
   int device, sms;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   constexpr int bytes = sizeof(Shared<D>);
   if (cudaError_t error = allow_shared_memory<attention_kernel<D>, bytes>()) return error;
-  CUtensorMap map;
-  if (cudaError_t error = make_tensor_map<float>(&map, a.q, a.q_strides, a.batch, a.q_len, a.heads, D, ROWS)) return error;
+  CUtensorMap q_map;
+  if (cudaError_t error = make_tensor_map<float>(&q_map, a.q, a.q_strides, a.batch, a.q_len, a.heads, D, ROWS))
+    return error;
   split_kernel<D><<<to_split, SPLIT_THREADS, 0, stream>>>(a, kv_tiles);
-  attention_kernel<D><<<min(int64_t(sms), tiles), 3 * WARPGROUP, bytes, stream>>>(a, map, tiles, group);
+  attention_kernel<D><<<min(int64_t(sms), tiles), 3 * WARPGROUP, bytes, stream>>>(a, q_map, tiles, group);
   return cudaGetLastError();
 }
 
 extern "C" int64_t workspace_bytes(View q, View k) {
-  return q.sizes[3] == 64 ? records<64>(k.sizes[0], k.sizes[2], k.sizes[1]) * sizeof(Record<64>)
-                          : records<128>(k.sizes[0], k.sizes[2], k.sizes[1]) * sizeof(Record<128>);
+  const auto of = q.sizes[3] == 64 ? records<64> : records<128>;
+  return of(k.sizes[0], k.sizes[2], k.sizes[1]) * sizeof(Record);
 }
 
 extern "C" cudaError_t attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
