@@ -46,9 +46,16 @@ class Precision:
         """Rungs in ladder order, then peers."""
         return [*filter(self.has, RUNGS), *PEERS]
 
-    def default(self, head_dim: int) -> Rung | None:
-        """The rung that a call gets on a Hopper GPU; None for tf32, for which a rung has to be named."""
-        fits = (r for r in map(by_number, FASTEST_FIRST) if self.has(r) and head_dim in r.head_dims)
+    def default(self, head_dim: int, kv_len: int | None = None) -> Rung | None:
+        """The rung that a call gets on a Hopper GPU, for long rows if ``kv_len`` is None.
+
+        None for tf32, for which a rung has to be named.
+        """
+        fits = (
+            r
+            for r in map(by_number, FASTEST_FIRST)
+            if self.has(r) and head_dim in r.head_dims and (kv_len is None or kv_len >= r.min_keys)
+        )
         return None if self.tf32 else next(fits, None)
 
     def reference(self, method: Method) -> str:

@@ -74,9 +74,12 @@ def judged(
 def ratio_grid(
     precision: Precision,
     find: Callable[[Cell], Measured | None],
-    choose: Callable[[int], Rung | None] | None = None,
+    choose: Callable[[int, int], Rung | None] | None = None,
 ) -> Grid:
-    """The ratio in each cell that ``find`` knows, of the rung that ``choose`` gives for a head_dim: the default one."""
+    """The ratio in each cell that ``find`` knows, of the rung that ``choose`` gives for (head_dim, keys): the default.
+
+    A row is named for the rung of its longest rows; ``r14`` beside a ratio names another one.
+    """
     peers, asked = rivals(precision), "1.05 from S 2,048, 1.00 below, at d 64 and 128"
     if precision.dtype == FP32:
         asked = "2.5 from S 2,048"
@@ -84,11 +87,16 @@ def ratio_grid(
     title = f"{precision.name}: speed relative to the best of {names} (bar: {asked})"
     grid = Grid(title, ["", *(f"S {seq:,}" for seq in SEQS)])
     for mask, (d, causal) in MASKS.items():
-        if ours := (choose or precision.default)(d):
-            cells = [Cell(d, seq, causal) for seq in SEQS]
-            texts = [judged(grid, ours, find(c), peers, bar(precision, c)) for c in cells]
+        ours = {seq: (choose or precision.default)(d, seq) for seq in SEQS}
+        if longest := ours[SEQS[-1]]:
+            texts = []
+            for seq, rung in ours.items():
+                cell = Cell(d, seq, causal)
+                text = judged(grid, rung, find(cell), peers, bar(precision, cell))
+                other = rung != longest and text != "-"
+                texts.append(f"{text} r{rung.number}" if other else text)
             if set(texts) != {"-"}:
-                grid.rows.append([f"{mask}, {ours.label}", *texts])
+                grid.rows.append([f"{mask}, {longest.label}", *texts])
     return grid
 
 
@@ -115,12 +123,13 @@ class Trial:
             yield self._weak_inputs()
             yield self._odd_shapes()
 
-    def _ours(self, head_dim: int) -> Rung:
-        default = self.precision.default(head_dim)
+    def _ours(self, head_dim: int, kv_len: int | None = None) -> Rung:
+        default = self.precision.default(head_dim, kv_len)
         return default if default in self.ladder else self.ladder[-1]
 
     def _timed(self, qkv: Sequence[Tensor], causal: bool) -> Measured:
-        methods = (self._ours(qkv[0].shape[3]), *rivals(self.precision))
+        ours = self._ours(qkv[0].shape[3], qkv[1].shape[1])
+        methods = (ours, *rivals(self.precision))
         return time_methods(methods, qkv, causal, self.precision)
 
     def _cell(self, cell: Cell) -> Measured | None:
@@ -180,7 +189,7 @@ class Trial:
             qkv = [rng.randn(*shape, dtype=self.precision.dtype) for shape in shapes]
             found = self._timed(qkv, causal)
             grid.rows.append(
-                [name, judged(grid, self._ours(q_shape[3]), found, [CUDNN, FA3], None)]
+                [name, judged(grid, self._ours(q_shape[3], kv[0]), found, [CUDNN, FA3], None)]
             )
         return grid
 
