@@ -180,28 +180,25 @@ static cudaError_t launch(const Attention& a, cudaStream_t stream) {
   if ((error = make_tensor_map<T>(&q_map, a.q, a.q_strides, a.batch, a.q_len, a.heads, D, B_r))) return error;
   if ((error = make_tensor_map<T>(&k_map, a.k, a.k_strides, a.batch, a.kv_len, a.kv_heads, D, B_c))) return error;
   if ((error = make_tensor_map<T>(&v_map, a.v, a.v_strides, a.batch, a.kv_len, a.kv_heads, D, B_c))) return error;
-  const auto kernel = attention_kernel<T, D, CONSUMERS, B_c>;
-  if ((error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))) return error;
+  constexpr auto kernel = attention_kernel<T, D, CONSUMERS, B_c>;
+  if ((error = allow_shared_memory<kernel, bytes>())) return error;
   const int grid = ceil_div(a.q_len, B_r) * a.heads * a.batch;
   kernel<<<grid, (1 + CONSUMERS) * WARPGROUP, bytes, stream>>>(a, q_map, k_map, v_map);
   return cudaGetLastError();
 }
 
 template <typename T>
-static cudaError_t launch(const Attention& a, int head_dim, cudaStream_t stream) {
-  if (head_dim == 64) return launch<T, 64, 3, 128>(a, stream);
-  if (head_dim == 128) return launch<T, 128, 2, 128>(a, stream);
-  if (head_dim == 256) return launch<T, 256, 2, 80>(a, stream);
+static cudaError_t launch(const Attention& a, cudaStream_t stream) {
+  if (a.head_dim == 64) return launch<T, 64, 3, 128>(a, stream);
+  if (a.head_dim == 128) return launch<T, 128, 2, 128>(a, stream);
+  if (a.head_dim == 256) return launch<T, 256, 2, 80>(a, stream);
   return cudaErrorInvalidValue;
 }
 
-extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
-                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
-                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
-                                 int dtype, cudaStream_t stream) {
-  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
-                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
-  if (dtype == FLOAT16) return launch<__half>(a, head_dim, stream);
-  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(a, head_dim, stream);
+extern "C" cudaError_t attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
+                                 cudaStream_t stream) {
+  const Attention a = make_attention(q, k, v, out, workspace, scale, causal);
+  if (dtype == FLOAT16) return launch<__half>(a, stream);
+  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(a, stream);
   return cudaErrorInvalidValue;
 }

@@ -174,34 +174,49 @@ DEVICE void keep_here(T (&registers)[N]) {
 template <typename T, int N, int TRANS_B>
 struct Wgmma;
 
-#define WGMMA_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WGMMA_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define WGMMA_D8(i) WGMMA_D4(i), WGMMA_D4(i + 4)
 #define WGMMA_D32 WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24)
 #define WGMMA_D40 WGMMA_D32, WGMMA_D8(32)
 #define WGMMA_D64 WGMMA_D40, WGMMA_D8(40), WGMMA_D8(48), WGMMA_D8(56)
-#define WGMMA_D128 WGMMA_D64, WGMMA_D8(64), WGMMA_D8(72), WGMMA_D8(80), WGMMA_D8(88), WGMMA_D8(96), WGMMA_D8(104), WGMMA_D8(112), WGMMA_D8(120)
-#define WGMMA_R32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_D128                                                                                               \
+  WGMMA_D64, WGMMA_D8(64), WGMMA_D8(72), WGMMA_D8(80), WGMMA_D8(88), WGMMA_D8(96), WGMMA_D8(104), WGMMA_D8(112), \
+      WGMMA_D8(120)
+#define WGMMA_R32                                                        \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define WGMMA_R40 WGMMA_R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define WGMMA_R64 WGMMA_R40 ", %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_R128 WGMMA_R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define WGMMA_R64                                                                    \
+  WGMMA_R40                                                                          \
+  ", %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55" \
+  ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_R128                                                                               \
+  WGMMA_R64                                                                                      \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // The operands after the accumulators are numbered from the number of accumulators on.
-#define WGMMA_SHAPE(N, R, TYPE, PTX_TYPE, x0, x1, x2, x3, x4, x5, x6)                                                                                                           \
-  template <int TRANS_B>                                                                                                                                                        \
-  struct Wgmma<TYPE, N, TRANS_B> {                                                                                                                                              \
-    DEVICE static void run(float (&d)[R], uint32_t a, uint32_t b, int add = 1) {                                                                                                \
-      asm volatile("{\n.reg .pred p;\n.reg .b64 x, y;\nsetp.ne.b32 p, %" #x2 ", 0;\n"                                                                                           \
-                   "mov.b64 x, {%" #x0 ", 0x40000040};\nmov.b64 y, {%" #x1 ", 0x40000040};\n"                                                                                   \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX_TYPE "." PTX_TYPE " {" WGMMA_R##R "}, "                                                                \
-                                                                                                           "x, y, p, 1, 1, 0, %" #x3 ";\n}"                                     \
-                   : WGMMA_D##R : "r"(a), "r"(b), "r"(add), "n"(TRANS_B));                                                                                                      \
-    }                                                                                                                                                                           \
-    DEVICE static void run(float (&d)[R], const uint32_t* a, uint32_t b, int add = 1) {                                                                                         \
-      asm volatile("{\n.reg .pred p;\n.reg .b64 y;\nsetp.ne.b32 p, %" #x5 ", 0;\n"                                                                                              \
-                   "mov.b64 y, {%" #x4 ", 0x40000040};\n"                                                                                                                       \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX_TYPE "." PTX_TYPE " {" WGMMA_R##R "}, "                                                                \
-                                                                                                           "{%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}, y, p, 1, 1, %" #x6 ";\n}" \
-                   : WGMMA_D##R : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(TRANS_B));                                                                  \
-    }                                                                                                                                                                           \
+#define WGMMA_SHAPE(N, R, TYPE, PTX_TYPE, x0, x1, x2, x3, x4, x5, x6)                                                                                                  \
+  template <int TRANS_B>                                                                                                                                               \
+  struct Wgmma<TYPE, N, TRANS_B> {                                                                                                                                     \
+    DEVICE static void run(float (&d)[R], uint32_t a, uint32_t b, int add = 1) {                                                                                       \
+      asm volatile(                                                                                                                                                    \
+          "{\n.reg .pred p;\n.reg .b64 x, y;\nsetp.ne.b32 p, %" #x2 ", 0;\n"                                                                                           \
+          "mov.b64 x, {%" #x0 ", 0x40000040};\nmov.b64 y, {%" #x1 ", 0x40000040};\n"                                                                                   \
+          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX_TYPE "." PTX_TYPE " {" WGMMA_R##R "}, "                                                                \
+                                                                                                  "x, y, p, 1, 1, 0, %" #x3 ";\n}"                                     \
+          : WGMMA_D##R : "r"(a), "r"(b), "r"(add), "n"(TRANS_B));                                                                                                      \
+    }                                                                                                                                                                  \
+    DEVICE static void run(float (&d)[R], const uint32_t* a, uint32_t b, int add = 1) {                                                                                \
+      asm volatile(                                                                                                                                                    \
+          "{\n.reg .pred p;\n.reg .b64 y;\nsetp.ne.b32 p, %" #x5 ", 0;\n"                                                                                              \
+          "mov.b64 y, {%" #x4 ", 0x40000040};\n"                                                                                                                       \
+          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX_TYPE "." PTX_TYPE " {" WGMMA_R##R "}, "                                                                \
+                                                                                                  "{%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}, y, p, 1, 1, %" #x6 ";\n}" \
+          : WGMMA_D##R : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(TRANS_B));                                                                  \
+    }                                                                                                                                                                  \
   };
 #define WGMMA_SHAPES(N, R, ...)                 \
   WGMMA_SHAPE(N, R, __half, "f16", __VA_ARGS__) \
