@@ -1,40 +1,43 @@
-// Rung 14, persistent: a block stays on its SM, and one tile's epilogue overlaps the next one's prologue.
+// Rung 14, persistent: a block stays on its SM, and the epilogue of one tile overlaps the prologue of the next.
 // architectures: sm_90a
 // FlashAttention-2 forward [FA2] arXiv:2307.08691, Algorithm 1, scheduled as in [FA3] arXiv:2407.08608, section 3.
 //
-//   q, out (batch, q_len, heads, head_dim)      k, v (batch, kv_len, kv_heads, head_dim)      fp16 or bf16, sums in fp32
-//   grid   (at most one block per SM)           each works on tile after tile: B_r rows of one head
-//   block  (128 (1 + CONSUMERS))                one per SM: it has all the registers
-//     warp 0, one thread   the producer: asks TMA for K_j and V_j as soon as a buffer is free
-//     warp 1, one thread   the scheduler: takes the next tile, and asks TMA for its Q_i
-//     warps 2 and 3        leave at once; registers are handed over by whole warpgroups
-//     the other warps      consumers: warpgroup w has the rows 64 w ... 64 w + 63 of Q_i, and all columns
-//   head_dim 64, 128 or 256, scale above 0, pointers and strides multiples of 16 bytes: the caller has checked
+//   q, out (batch, q_len, heads, head_dim)     k, v (batch, kv_len, kv_heads, head_dim)     fp16 or bf16, sums in fp32
+//   grid  (at most one block per SM)           each computes tile after tile: B_r rows of one head
+//   block (128 (1 + CONSUMERS))                one per SM: it has all the registers
+//     warp 0, one thread   the producer: loads K_j and V_j by TMA as soon as a buffer is free
+//     warp 1, one thread   the scheduler: takes the next tile, and loads its Q_i by TMA
+//     warps 2 and 3        exit at once; setmaxnreg moves registers of whole warpgroups
+//     the other warps      consumers: warpgroup w has the rows 64 w ... 64 w + 63 of Q_i, all columns
+//   head_dim 64, 128 or 256, scale above 0, pointers and strides multiples of 16 bytes: checked by the caller
 //
-//   line  8    S   = Q_i K_j^T                  wgmma, both operands from shared memory
-//   line  9    m'  = max(m_i, rowmax(S))        four lanes share a row: two shuffles
+//   line  8    S   = Q_i K_j^T                 wgmma, both operands from shared memory
+//   line  9    m'  = max(m_i, rowmax(S))       four lanes share a row: two shuffles
 //              P   = exp(S - m'),  l_i = exp(m_i - m') l_i + rowsum(P)
 //   line 10    O_i = diag(exp(m_i - m')) O_i + P V_j      wgmma, P from registers
-//   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
+//   line 12    O_i = diag(l_i)^-1 O_i          once, at the end
 //
-// Against rung 13: there a block computes nothing before its first Q_i and K_j arrive, nor while its last rows are stored. With
-// B_r = 128, head_dim 128 and 2,048 keys a tile is 134 MFLOP, 26 us at 680 TFLOP/s, and 6.5 us at 512 keys: pauses of a few
-// microseconds are a good part of it. Here
-//   pipeline   Q_i has two buffers, and the next tile's is loaded while this one is computed; so are its first K_j and V_j.
-//              The last P V_j of a tile is issued behind the first S of the next one
-//   epilogue   O_i leaves through shared memory and TMA beside the second S: the next P V_j waits only until it is out of
-//              its registers
-//   prologue   what the first S of a tile does not need, like 1 / l_i of the previous tile, is computed while it runs
-//   order      causal: the longest row blocks first, of as many heads as L2 holds K and V of, by a dynamic tile scheduler
-//   diagonal   a warpgroup whose rows see none of the last 64 keys of their first block does not multiply them
-//   softmax    the wait for P V_j stands between exponentials; the maximum of three numbers by one instruction (softmax.cuh)
+// Against rung 13, where a block computes nothing before its first Q_i and K_j arrive, nor while it stores its last
+// rows. With B_r = 128, head_dim 128 and 2,048 keys a tile is 134 MFLOP, 26 us at 680 TFLOP/s; with 512 keys it is
+// 6.5 us. Pauses of a few microseconds are a good part of that. Scheduler, producer and roles are in persistent.cuh
+//   pipeline   Q_i has two buffers. The next tile's Q_i and first K_j and V_j load while this one is computed. The last
+//              P V_j of a tile is issued behind the first S of the next one
+//   epilogue   O_i is stored through shared memory and TMA beside the second S. The next P V_j waits only until O_i has
+//              left its registers
+//   prologue   what the first S of a tile does not need, like 1 / l_i of the previous tile, is computed while S runs
+//   order      causal: a dynamic tile scheduler, longest row blocks first, in groups of heads whose K and V fit in L2
+//              (16 MiB, 8 MiB up to 512 keys)
+//   diagonal   a warpgroup whose rows do not see the last 64 keys of their first block does not multiply those keys
+//   softmax    the wait for P V_j stands between exponentials; one instruction takes the maximum of three (softmax.cuh)
 //
-// What limits it: the softmaxes of the two warps that share a scheduler need nearly all of the time that their products do.
+// What limits it: a warp scheduler has one warp of each consumer, and their softmaxes need nearly all of the time of
+// their products.
 //
-// Shared memory, with 1,024-byte alignment for the swizzle: Q_i twice, K_j and V_j in rings of two, O_i on its way out:
-//   (Q_STAGES B_r + 4 B_c + B_r) head_dim 2 bytes     64: 112 or 136 KiB,  128: 224 KiB,  256: 224 KiB, one Q_i and no O_i
-// Registers: launched with 65,536 / threads for each. Then the producer's warpgroup keeps 24 (32), and each of 2 (3)
-// consumers has 240 (160): O_i head_dim / 2, S B_c / 2, P B_c / 4.
+// Shared memory, aligned to 1,024 bytes for the swizzle: Q_i twice, K_j and V_j in rings of two, and O_i for its store:
+//   (Q_STAGES B_r + 4 B_c + B_r) head_dim 2 bytes
+//   head_dim 64: 112 or 136 KiB;  128: 224 KiB;  256: 224 KiB, with one Q_i and no O_i
+// Registers: a block starts with 65,536 / threads per thread. Then a thread of the producer's warpgroup keeps 24 (32),
+// and one of 2 (3) consumers has 240 (160): O_i takes head_dim / 2, S B_c / 2, P B_c / 4.
 #include <cuda_runtime.h>
 
 #include <type_traits>
@@ -45,7 +48,7 @@
 #include "softmax.cuh"
 #include "warpgroup.cuh"
 
-// A warpgroup's part of the tiles. Of a thread's two rows of a tile, g and g + 8 of its warp's 16, the first is h = 0.
+// A warpgroup's rows of the tiles. A thread has two rows of its warp's 16: g (h = 0) and g + 8 (h = 1).
 template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES>
 struct Consumer {
   static constexpr int B_r = 64 * CONSUMERS, HALF = B_c == 128 ? 64 : B_c;
@@ -64,25 +67,16 @@ struct Consumer {
   uint32_t P[B_c / 4];
   Tile tile = {};
   int j = 0;                     // the block of keys whose S is next
-  int row = 0, seen[2] = {};     // row g of the sequence; the keys that both rows see, from this thread's first column on
-  int whole = 0;                 // every row of the warpgroup sees all of the blocks before this one
+  int row = 0, seen[2] = {};     // row g in the sequence; the keys each row sees, from the thread's first column on
+  int whole = 0;                 // all rows of the warpgroup see all blocks before this one
   bool half = false;             // no row sees more than HALF keys of the tile's first block
-  bool pending = false;          // the previous tile still lacks its last P V_j
-  int add = 0;                   // 0: P V_j is its tile's first, and O_i still holds the previous tile
+  bool pending = false;          // the previous tile's last P V_j is not issued yet
+  int add = 0;                   // 0: the next P V_j is its tile's first, and O_i holds the previous tile
 
-  // Consumers alternate: while one's products run, it computes its softmax, and the other's products queue up behind them.
+  // Consumers alternate. While a consumer's products run, it computes its softmax, and the next consumer's products
+  // queue behind them.
   DEVICE void wait_for_turn() { barrier_sync(TURN + wg, 2 * WARPGROUP); }
   DEVICE void pass_turn() { barrier_arrive(TURN + (wg + 1) % CONSUMERS, 2 * WARPGROUP); }
-
-  DEVICE void make_P() {
-#pragma unroll
-    for (int i = 0; i < B_c / 4; ++i) P[i] = pack<T>(S[2 * i], S[2 * i + 1]);
-  }
-
-  DEVICE void rescale_O() {  // line 10
-#pragma unroll
-    for (int i = 0; i < D / 2; ++i) O_i[i] *= rescale[i / 2 % 2];
-  }
 
   DEVICE void end_PV() {
     finish_PV(O_i, P);
@@ -105,12 +99,12 @@ struct Consumer {
     }
   }
 
-  // The next tile, once its Q_i is there; false if there is none.
+  // Waits for the next tile and its Q_i. Returns false if there are no more tiles.
   DEVICE bool next_tile() {
     mbarrier_wait(&s.q_full[q.index], q.parity);
     tile = s.q_tile[q.index];
     __syncwarp();
-    tile.blocks = __shfl_sync(~0u, tile.blocks, 0);  // tells the compiler: the same for all lanes
+    tile.blocks = __shfl_sync(~0u, tile.blocks, 0);  // shuffled: warp-uniform for the compiler
     return tile.blocks >= 0;
   }
 
@@ -126,7 +120,7 @@ struct Consumer {
     }
   }
 
-  // The first S of a tile, beside the last P V_j of the previous one. KEYS: how many of the block some row sees.
+  // The first S of a tile, beside the last P V_j of the previous tile. KEYS: how many keys of the block some row sees.
   template <int KEYS>
   DEVICE void first_S(int row_w, int& first_sees) {
     const auto while_S_runs = [&] {
@@ -189,13 +183,13 @@ struct Consumer {
     exponentials<BEFORE, B_c / 2, B_c>(S, sum, shift, scale);
 #pragma unroll
     for (int h = 0; h < 2; ++h) l_i[h] = sum[h][0] + sum[h][1];
-    make_P();
+    pack_P<T, B_c>(P, S);
     add = 0;
     if (tile.blocks == 1) store_previous();
     --j;
   }
 
-  // Each further S, beside the P V_j of the block before: S is complete first, and softmax runs while P V_j still does.
+  // Each further S beside the P V_j of the previous block: S is complete first, and its softmax runs beside P V_j.
   DEVICE void begin_step() {
     mbarrier_wait(&s.k_full[k.index], k.parity);
     wait_for_turn();
@@ -219,8 +213,8 @@ struct Consumer {
     k.next();
     softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});  // line 9
     end_PV();
-    rescale_O();
-    make_P();
+    rescale_O<D>(O_i, rescale);  // line 10
+    pack_P<T, B_c>(P, S);
   }
 
   DEVICE void step() {
@@ -237,8 +231,8 @@ struct Consumer {
     exponentials<BEFORE, B_c / 2, B_c>(S, sum, shift, scale);
     for (int h = 0; h < 2; ++h)
       l_i[h] = Order<D>::L_FIRST ? sum[h][0] + sum[h][1] : l_i[h] * rescale[h] + sum[h][0] + sum[h][1];
-    rescale_O();
-    make_P();
+    rescale_O<D>(O_i, rescale);  // line 10
+    pack_P<T, B_c>(P, S);
   }
 
   DEVICE void end_tile() {
@@ -248,7 +242,7 @@ struct Consumer {
   }
 
   DEVICE void finish() {
-    if (wg == 0) wait_for_turn();  // the last consumer's last pass_turn(): no barrier is left half full
+    if (wg == 0) wait_for_turn();  // the last consumer's last pass_turn(): no barrier is left with arrivals
     if (!pending) return;
     mbarrier_wait(&s.v_full[v.index], v.parity);
     begin_PV<T, D, B_c>(O_i, P, s.V[v.index], add);
@@ -259,7 +253,7 @@ struct Consumer {
   }
 
   DEVICE void run() {
-    if (wg == CONSUMERS - 1) pass_turn();  // the first consumer begins
+    if (wg == CONSUMERS - 1) pass_turn();  // consumer 0 begins
     for (; next_tile(); release_Q()) {
       const int row_w = tile.row_0 + wg * 64;
       row = row_w + warp * 16 + g;
@@ -283,53 +277,23 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1)
 attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CUtensorMap q_map,
                  const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
                  const __grid_constant__ CUtensorMap out_map, const TileOrder order) {
-  using Memory = Shared<D, CONSUMERS, B_c, Q_STAGES>;
-  extern __shared__ __align__(1024) uint8_t raw[];
-  auto& s = *reinterpret_cast<Memory*>(raw);
-
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // tells the compiler: the same for all lanes
-  if (threadIdx.x == 0) {
-    for (const CUtensorMap* map : {&q_map, &k_map, &v_map, &out_map}) tma_prefetch(map);
-    s.init(a.q_len);
-  }
-  __syncthreads();  // barriers initialised before anyone uses them
-
-  if (warpgroup == 0) {
-    registers_give<CONSUMERS == 2 ? 24 : 32>();
-    if (threadIdx.x == 32) run_scheduler<T, D, Memory, Q_STAGES>(s, a, q_map, order, B_c);
-    if (threadIdx.x == 0) run_producer<T, D, B_c>(s, a, k_map, v_map);
-  } else {
-    registers_take<CONSUMERS == 2 ? 240 : 160>();
-    Consumer<T, D, CONSUMERS, B_c, Q_STAGES>{a, out_map, s, warpgroup - 1}.run();
-  }
+  using Role = Consumer<T, D, CONSUMERS, B_c, Q_STAGES>;
+  run_roles<Role, T, D, CONSUMERS, B_c, Q_STAGES>(a, q_map, k_map, v_map, out_map, order);
 }
 
-template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES>
-static cudaError_t launch_tiles(const Attention& a, cudaStream_t stream) {
-  constexpr auto kernel = attention_kernel<T, D, CONSUMERS, B_c, Q_STAGES>;
-  return launch_persistent<kernel, T, D, CONSUMERS, B_c, Shared<D, CONSUMERS, B_c, Q_STAGES>>(a, stream);
-}
-
-// Tile sizes, as measured on an H200.
 template <typename T>
-static cudaError_t launch(const Attention& a, cudaStream_t stream) {
-  switch (a.head_dim) {
-    case 64:  // 192 rows: half as much again is computed per K and V fetched. But 512 rows are 2.67 of them, and a causal
-              // diagonal wastes more: up to 1,024 rows 128 were faster there. Not causal, 192 were at 512 and 2,048 (NOTES.md)
-      if (a.q_len <= (a.causal ? 1024 : 128)) return launch_tiles<T, 64, 2, 128, 2>(a, stream);
-      return launch_tiles<T, 64, 3, 128, 2>(a, stream);
-    case 128:  // O_i 64, S 64 and P 32 of 240 registers; all of 192 KiB
-      return launch_tiles<T, 128, 2, 128, 2>(a, stream);
-    case 256:  // O_i alone has 128 registers, Q_i 64 KiB: there is no room for more than 80 keys, or a second Q_i
-      return launch_tiles<T, 256, 2, 80, 1>(a, stream);
+struct Rung {
+  template <int D, int CONSUMERS, int B_c, int Q_STAGES>
+  static cudaError_t launch(const Attention& a, cudaStream_t stream) {
+    constexpr auto kernel = attention_kernel<T, D, CONSUMERS, B_c, Q_STAGES>;
+    return launch_persistent<kernel, T, D, CONSUMERS, B_c, Shared<D, CONSUMERS, B_c, Q_STAGES>>(a, stream);
   }
-  return cudaErrorInvalidValue;
-}
+};
 
 extern "C" cudaError_t attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
                                  cudaStream_t stream) {
   const Attention a = make_attention(q, k, v, out, workspace, scale, causal);
-  if (dtype == FLOAT16) return launch<__half>(a, stream);
-  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(a, stream);
+  if (dtype == FLOAT16) return launch_tile_sizes<Rung<__half>>(a, stream);
+  if (dtype == BFLOAT16) return launch_tile_sizes<Rung<__nv_bfloat16>>(a, stream);
   return cudaErrorInvalidValue;
 }

@@ -1,26 +1,27 @@
-// Rung 15, lazy maximum: in long rows exponentials do not wait for a maximum; P is checked instead, and seldom rescaled.
+// Rung 15, lazy maximum: in long rows the exponentials do not wait for a maximum. P is checked, and seldom rescaled.
 // architectures: sm_90a
 // FlashAttention-2 forward [FA2] arXiv:2307.08691, Algorithm 1, scheduled as in [FA3] arXiv:2407.08608, section 3.
 //
-//   tensors, grid, block and roles are rung 14's; so are the prologue, the epilogue and the first steps of a tile
+//   Tensors, grid, block, roles, prologue, epilogue and the first steps of a tile: as in rung 14
 //
-// Against rung 14: exp(S - m) / sum(exp(S - m)) is the same for any m that keeps P, l_i and O_i in range. Finding the maximum
-// of S and rescaling by it is a third of a softmax's instructions; nothing else can begin before it is found; and after a few
-// hundred keys it hardly ever moves. So from then on
-//   line  9    P   = exp(S - m_i),  l_i = l_i + rowsum(P)       with the m_i of the step before
+// Against rung 14: exp(S - m) / sum(exp(S - m)) is the same for any m that keeps P, l_i and O_i in range. The maximum
+// of S and the rescaling by it are a third of the softmax's instructions, nothing else can begin before them, and after
+// a few hundred keys the maximum hardly ever moves. From then on
+//   line  9    P   = exp(S - m_i),  l_i = l_i + rowsum(P)       with the m_i of the previous step
 //   line 10    O_i = O_i + P V_j
-// and P is checked: rowsum(P) has sums of four as intermediate results, and where the largest of them is above TOP, the warp
-// moves m_i: P, O_i and l_i are multiplied by TOP / max(P). ([FA4] arXiv:2603.05451 skips rescaling by less than 256, but still
-// looks for the maximum.)
-//   precision   FlashAttention-2 rounds P to 16 bits, but the largest of a row, exp(0) = 1, is exact: with an m_i that is not
-//               the maximum it is rounded too, and where it is much of its row that shows. So TOP stands for a share of l_i
-//               that does not: SHARE / sqrt(keys / 128) of what l_i will be if all keys are like the first ones
-//   overflow    where a score is above m_i by more than exp() can take, P is infinite and S is gone, and so may be K_j from
-//               its buffer: the warp computes its S again from global memory, and moves m_i by the maximum of S
-//   rows whose maximum does move (rising scores, a few keys that make up a row) would pay for it in every step: at a warp's
-//               second move its warpgroup goes on with maxima, and at once if the first steps show such rows
+// rowsum(P) has sums of four as intermediate results. If the largest of them is above TOP, the warp moves m_i: it
+// multiplies P, O_i and l_i by TOP / max(P). ([FA4] arXiv:2603.05451 skips rescaling by less than 256, but still
+// computes the maximum.)
+//   precision  FlashAttention-2 rounds P to 16 bits, but the largest P of a row, exp(0) = 1, is exact. Here it is
+//              rounded too, and that shows where it is much of its row. So TOP stands for a share of l_i that is too
+//              small to show: SHARE / sqrt(keys / 128) of what l_i will be if all keys are like the first ones
+//   overflow   where a score exceeds m_i by more than exp() can take, P is infinite, S is overwritten, and K_j's buffer
+//              may be too. The warp recomputes S by mma.sync from global memory, and moves m_i by the maximum of S
+//   patience   rows whose maximum keeps moving (rising scores, a few keys that make up a row) would pay in every step.
+//              A warp may move m_i once per tile plus once per PATIENCE blocks of keys; then its warpgroup goes on with
+//              maxima. If the first steps show rows of a few large P, it never leaves them
 //
-// Rows of fewer than ENOUGH keys are computed as in rung 14, which is faster there: it has tile sizes for them.
+// Rows of fewer than ENOUGH keys never become lazy: maxima are faster there.
 #include <cuda_runtime.h>
 
 #include <type_traits>
@@ -28,71 +29,27 @@
 #include "attention.cuh"
 #include "hopper.cuh"
 #include "persistent.cuh"
-#include "ptx.cuh"
 #include "softmax.cuh"
 #include "warpgroup.cuh"
 
-// The keys that a tile must see for a lazy maximum; those with maxima behind the masked ones; and SHARE / sqrt(keys / 128) of
-// l_i is what a P may be. Causal, the largest errors are those of rows with few keys, so it may be more of l_i.
-constexpr int ENOUGH = 768;
-constexpr int EXACT = 384, EXACT_CAUSAL = 256;
+constexpr int ENOUGH = 768;                     // keys that a tile must see for a lazy maximum
+constexpr int EXACT = 384, EXACT_CAUSAL = 256;  // keys with maxima, after the masked ones, before the lazy steps
+// P may be SHARE / sqrt(keys / 128) of l_i. Causal, rows with few keys have the largest errors, so P may be larger.
 constexpr float SHARE = 1.0f / 8, SHARE_CAUSAL = 1.0f / 6;
-// What P stays below. In fp16 it may be 64 times smaller than with m_i = max, and must not lose bits.
+// The limit of P. 64 in fp16: P may be 64 times smaller than with m_i = max, and must not lose bits.
 template <typename T>
 constexpr float TOP = std::is_same_v<T, __half> ? 64.0f : 1.0f;
-// A warp may move m_i once in a tile, and once more for every PATIENCE blocks of keys; else its warpgroup goes on with maxima.
-constexpr int PATIENCE = 16;
+constexpr int PATIENCE = 16;  // blocks of keys per further move of m_i
 
-// The exponentials FROM ... TO - 1, and the largest sum of four of them, in bits: no sum is negative.
-template <int FROM, int TO, int B_c>
-DEVICE void checked_exponentials(float (&S)[B_c / 2], float (&sum)[2], int& top, const float (&shift)[2], float scale) {
-  static_assert(FROM % 8 == 0 && TO % 8 == 0);
-#pragma unroll
-  for (int n = FROM; n < TO; n += 8) {
-    float four[2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int h = (n / 4 + e) / (B_c / 16), c = (n / 4 + e) % (B_c / 16);
-      float* s = &S[8 * c + 2 * h];
-#pragma unroll
-      for (int i : {0, 1, 4, 5}) s[i] = fast_exp2(fmaf(s[i], scale, -shift[h]));
-      four[e] = (s[0] + s[1]) + (s[4] + s[5]);
-      sum[h] += four[e];
-    }
-    top = __vimax3_s32(top, __float_as_int(four[0]), __float_as_int(four[1]));
-  }
-}
-
-// S = Q_i K_j^T once more, for one warp, by mma.sync with K_j from global memory. Q_i: row g of the warp in its swizzled tile.
-// The product runs over columns in any order, the same for both operands: a thread takes 8 neighbours of each 32.
-template <typename T, int D, int B_r, int B_c>
-DEVICE void recompute_S(float (&S)[B_c / 2], const uint16_t* Q_i, const T* K_j, int64_t k_row_stride) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-  for (int c = 0; c < B_c / 8; ++c) {
-    float S_c[4] = {};
-#pragma unroll 4
-    for (int e = 0; e < D / 32; ++e) {
-      const uint16_t* q = Q_i + e / 2 * (B_r * 64) + ((e % 2 * 4 + t) ^ g) * 8;
-      const uint4 q_0 = *reinterpret_cast<const uint4*>(q), q_8 = *reinterpret_cast<const uint4*>(q + 8 * 64);
-      const uint4 key = *reinterpret_cast<const uint4*>(K_j + (8 * c + g) * k_row_stride + 32 * e + 8 * t);
-      mma_m16n8k16<T>(S_c, {q_0.x, q_8.x, q_0.y, q_8.y}, {key.x, key.y}, S_c);
-      mma_m16n8k16<T>(S_c, {q_0.z, q_8.z, q_0.w, q_8.w}, {key.z, key.w}, S_c);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) S[4 * c + i] = S_c[i];
-  }
-}
-
-// What the warps of a consumer tell each other about a tile.
+// What a consumer's warps share about a tile.
 template <int D, int CONSUMERS, int B_c, int Q_STAGES>
 struct LazyShared : Shared<D, CONSUMERS, B_c, Q_STAGES> {
-  int few_large[CONSUMERS];      // few large P make up these rows
-  int unfit[CONSUMERS][2];       // a warp's m_i moves too often; one flag for even steps, one for odd ones
-  int moves[4 * CONSUMERS];      // of each warp's m_i
+  int few_large[CONSUMERS];  // few large P make up these rows
+  int unfit[CONSUMERS][2];   // a warp's m_i moves too often; one flag for even steps, one for odd steps
+  int moves[4 * CONSUMERS];  // how often each warp's m_i has moved
 };
 
-// A warpgroup's part of the tiles. Of a thread's two rows of a tile, g and g + 8 of its warp's 16, the first is h = 0.
+// A warpgroup's rows of the tiles. A thread has two rows of its warp's 16: g (h = 0) and g + 8 (h = 1).
 template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES>
 struct Consumer {
   static constexpr int B_r = 64 * CONSUMERS, HALF = B_c == 128 ? 64 : B_c;
@@ -109,26 +66,17 @@ struct Consumer {
   float S[B_c / 2], O_i[D / 2], m_i[2], l_i[2] = {0.0f, 0.0f}, rescale[2], shift[2];
   float inverse[2] = {};         // 1 / l_i of the previous tile
   uint32_t P[B_c / 4];
-  int blocks = 0, j = 0;         // of keys: those that the tile sees, the one whose S is next
-  int row = 0, seen[2] = {};     // row g of the sequence; the keys that both rows see, from this thread's first column on
-  int whole = 0;                 // every row of the warpgroup sees all of the blocks before this one
+  int blocks = 0, j = 0;         // of keys: how many the tile sees; the one whose S is next
+  int row = 0, seen[2] = {};     // row g in the sequence; the keys each row sees, from the thread's first column on
+  int whole = 0;                 // all rows of the warpgroup see all blocks before this one
   bool half = false;             // no row sees more than HALF keys of the tile's first block
-  bool pending = false;          // the previous tile still lacks its last P V_j
-  int add = 0;                   // 0: P V_j is its tile's first, and O_i still holds the previous tile
+  bool pending = false;          // the previous tile's last P V_j is not issued yet
+  int add = 0;                   // 0: the next P V_j is its tile's first, and O_i holds the previous tile
 
-  // Consumers alternate: while one's products run, it computes its softmax, and the other's products queue up behind them.
+  // Consumers alternate. While a consumer's products run, it computes its softmax, and the next consumer's products
+  // queue behind them.
   DEVICE void wait_for_turn() { barrier_sync(TURN + wg, 2 * WARPGROUP); }
   DEVICE void pass_turn() { barrier_arrive(TURN + (wg + 1) % CONSUMERS, 2 * WARPGROUP); }
-
-  DEVICE void make_P() {
-#pragma unroll
-    for (int i = 0; i < B_c / 4; ++i) P[i] = pack<T>(S[2 * i], S[2 * i + 1]);
-  }
-
-  DEVICE void rescale_O() {  // line 10
-#pragma unroll
-    for (int i = 0; i < D / 2; ++i) O_i[i] *= rescale[i / 2 % 2];
-  }
 
   DEVICE void end_PV() {
     finish_PV(O_i, P);
@@ -151,12 +99,12 @@ struct Consumer {
     }
   }
 
-  // The next tile, once its Q_i is there.
+  // Waits for the next tile and its Q_i. blocks is -1 if there are no more tiles.
   DEVICE Tile next_tile() {
     mbarrier_wait(&s.q_full[q.index], q.parity);
     const Tile tile = s.q_tile[q.index];
     __syncwarp();
-    blocks = __shfl_sync(~0u, tile.blocks, 0);  // tells the compiler: the same for all lanes
+    blocks = __shfl_sync(~0u, tile.blocks, 0);  // shuffled: warp-uniform for the compiler
     return tile;
   }
 
@@ -172,7 +120,7 @@ struct Consumer {
     }
   }
 
-  // The first S of a tile, beside the last P V_j of the previous one. KEYS: how many of the block some row sees.
+  // The first S of a tile, beside the last P V_j of the previous tile. KEYS: how many keys of the block some row sees.
   template <int KEYS>
   DEVICE void first_S(int row_w, int& first_sees) {
     const auto while_S_runs = [&] {
@@ -235,13 +183,13 @@ struct Consumer {
     exponentials<BEFORE, B_c / 2, B_c>(S, sum, shift, scale);
 #pragma unroll
     for (int h = 0; h < 2; ++h) l_i[h] = sum[h][0] + sum[h][1];
-    make_P();
+    pack_P<T, B_c>(P, S);
     add = 0;
     if (blocks == 1) store_previous();
     --j;
   }
 
-  // Each further S, beside the P V_j of the block before: S is complete first, and softmax runs while P V_j still does.
+  // Each further S beside the P V_j of the previous block: S is complete first, and its softmax runs beside P V_j.
   DEVICE void begin_step() {
     mbarrier_wait(&s.k_full[k.index], k.parity);
     wait_for_turn();
@@ -265,11 +213,11 @@ struct Consumer {
     k.next();
     softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});  // line 9
     end_PV();
-    rescale_O();
-    make_P();
+    rescale_O<D>(O_i, rescale);  // line 10
+    pack_P<T, B_c>(P, S);
   }
 
-  // DECIDE: the last step before the lazy ones. Returns whether they may follow.
+  // DECIDE: this is the last step before the lazy ones, and returns whether they may follow.
   template <bool DECIDE>
   DEVICE bool step() {
     const bool negative = Order<D>::MAXIMA == Maxima::INTEGERS && some_negative(m_i);
@@ -289,12 +237,12 @@ struct Consumer {
     exponentials<BEFORE, B_c / 2, B_c>(S, sum, shift, scale);
     for (int h = 0; h < 2; ++h)
       l_i[h] = Order<D>::L_FIRST ? sum[h][0] + sum[h][1] : l_i[h] * rescale[h] + sum[h][0] + sum[h][1];
-    rescale_O();
-    make_P();
+    rescale_O<D>(O_i, rescale);  // line 10
+    pack_P<T, B_c>(P, S);
     return lazy;
   }
 
-  // What a P may be, for now in units of m_i: a share of what l_i will be if all keys are like those that the row has seen.
+  // The limit of P, in units of the present m_i: a share of what l_i will be if all keys are like those so far.
   DEVICE void limit_P(float (&limit)[2]) const {
     const float share = (a.causal ? SHARE_CAUSAL : SHARE) * rsqrtf(blocks * (B_c / 128.0f)) * blocks * B_c;
 #pragma unroll
@@ -305,8 +253,8 @@ struct Consumer {
     }
   }
 
-  // Whether the warpgroup's rows are fit for a lazy maximum: not where few large P make up a row. If so, m_i becomes such that
-  // the limit is TOP.
+  // Whether the warpgroup's rows are fit for a lazy maximum: not if few large P make up the rows. If they are, moves
+  // m_i so that the limit is TOP.
   DEVICE bool decide(const float (&limit)[2]) {
     volatile int* few_large = &s.few_large[wg];
     const bool few = fminf(limit[0] * rescale[0], limit[1] * rescale[1]) < 2;
@@ -335,11 +283,11 @@ struct Consumer {
     arrive_after(&s.k_empty[k.index], sum[BEFORE > B_c / 4]);
     k.next();
     end_PV();
-    // Written in the previous step: the turn's barrier is between that and this, and another one before it is written again
+    // Written in the previous step. A turn's barrier lies in between, and another one before it is written again
     volatile int* unfit = s.unfit[wg];
     const int leave = unfit[(j + 1) % 2];
     checked_exponentials<BEFORE, B_c / 2, B_c>(S, sum, top, shift, scale);
-    make_P();
+    pack_P<T, B_c>(P, S);
     if (__any_sync(~0u, top > __float_as_int(TOP<T>))) {
       move_maximum(sum);
       if (lane == 0 && ++s.moves[wg * 4 + warp] > 1 + s.q_tile[q.index].blocks / PATIENCE) unfit[j % 2] = 1;
@@ -348,14 +296,14 @@ struct Consumer {
     return !__shfl_sync(~0u, leave, 0);
   }
 
-  // m_i moves up to what this step's P asks for; l_i, O_i and P with it.
+  // Moves m_i up so that this step's P is at most TOP, and rescales l_i, O_i and P.
   DEVICE void move_maximum(float (&sum)[2]) {
     bool overflow = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float largest = row_maximum_of_three<B_c>(S, h);
       if (!__any_sync(~0u, largest > TOP<T>)) continue;
-      if (__any_sync(~0u, largest > 1e30f)) {  // __fdividef() takes 2^126
+      if (__any_sync(~0u, largest > 1e30f)) {  // __fdividef() takes up to 2^126
         overflow = true;
         break;
       }
@@ -370,7 +318,7 @@ struct Consumer {
     if (overflow) repeat_softmax(sum);
   }
 
-  // The same after an overflow, from S. A row whose m_i has moved already finds that it need not move again.
+  // The same after an overflow, from S. A row whose m_i has moved already does not move it again.
   DEVICE void repeat_softmax(float (&sum)[2]) {
     const Tile tile = s.q_tile[q.index];
     const uint16_t* Q_i = s.Q[q.index] + (wg * 64 + warp * 16 + g) * 64;
@@ -388,7 +336,7 @@ struct Consumer {
     float halves[2][2] = {};
     exponentials<0, B_c / 2, B_c>(S, halves, shift, scale);
     for (int h = 0; h < 2; ++h) sum[h] = halves[h][0] + halves[h][1];
-    make_P();
+    pack_P<T, B_c>(P, S);
   }
 
   DEVICE void end_tile() {
@@ -398,7 +346,7 @@ struct Consumer {
   }
 
   DEVICE void finish() {
-    if (wg == 0) wait_for_turn();  // the last consumer's last pass_turn(): no barrier is left half full
+    if (wg == 0) wait_for_turn();  // the last consumer's last pass_turn(): no barrier is left with arrivals
     if (!pending) return;
     mbarrier_wait(&s.v_full[v.index], v.parity);
     begin_PV<T, D, B_c>(O_i, P, s.V[v.index], add);
@@ -409,7 +357,7 @@ struct Consumer {
   }
 
   DEVICE void run() {
-    if (wg == CONSUMERS - 1) pass_turn();  // the first consumer begins
+    if (wg == CONSUMERS - 1) pass_turn();  // consumer 0 begins
     for (Tile tile = next_tile(); blocks >= 0; release_Q(), tile = next_tile()) {
       const int row_w = tile.row_0 + wg * 64;
       row = row_w + warp * 16 + g;
@@ -418,11 +366,12 @@ struct Consumer {
         continue;
       }
       first_step(row_w);
-      if (lane == 0) s.moves[wg * 4 + warp] = 0;  // every warp is done with the previous tile's: it has been at this one's turn
+      // Every warp is done with the previous tile's values: it has been at this tile's first turn
+      if (lane == 0) s.moves[wg * 4 + warp] = 0;
       if (lane == 0 && warp == 0) s.few_large[wg] = s.unfit[wg][0] = s.unfit[wg][1] = 0;
 #pragma unroll 1
       for (; j >= whole; --j) masked_step();
-      // The lazy steps come after a few with maxima, of which the last one decides on them
+      // A few steps with maxima precede the lazy ones. The last of them decides whether these follow
       const int with_maxima = a.causal ? ceil_div(EXACT_CAUSAL, B_c) : ceil_div(EXACT, B_c);
       int lazy = blocks >= ceil_div(ENOUGH, B_c) ? max(j + 1 - with_maxima, 0) : 0;
 #pragma unroll 1
@@ -448,53 +397,23 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1)
 attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CUtensorMap q_map,
                  const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
                  const __grid_constant__ CUtensorMap out_map, const TileOrder order) {
-  using Memory = LazyShared<D, CONSUMERS, B_c, Q_STAGES>;
-  extern __shared__ __align__(1024) uint8_t raw[];
-  auto& s = *reinterpret_cast<Memory*>(raw);
-
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // tells the compiler: the same for all lanes
-  if (threadIdx.x == 0) {
-    for (const CUtensorMap* map : {&q_map, &k_map, &v_map, &out_map}) tma_prefetch(map);
-    s.init(a.q_len);
-  }
-  __syncthreads();  // barriers initialised before anyone uses them
-
-  if (warpgroup == 0) {
-    registers_give<CONSUMERS == 2 ? 24 : 32>();
-    if (threadIdx.x == 32) run_scheduler<T, D, Memory, Q_STAGES>(s, a, q_map, order, B_c);
-    if (threadIdx.x == 0) run_producer<T, D, B_c>(s, a, k_map, v_map);
-  } else {
-    registers_take<CONSUMERS == 2 ? 240 : 160>();
-    Consumer<T, D, CONSUMERS, B_c, Q_STAGES>{a, out_map, s, warpgroup - 1}.run();
-  }
+  using Role = Consumer<T, D, CONSUMERS, B_c, Q_STAGES>;
+  run_roles<Role, T, D, CONSUMERS, B_c, Q_STAGES>(a, q_map, k_map, v_map, out_map, order);
 }
 
-template <typename T, int D, int CONSUMERS, int B_c, int Q_STAGES>
-static cudaError_t launch_tiles(const Attention& a, cudaStream_t stream) {
-  constexpr auto kernel = attention_kernel<T, D, CONSUMERS, B_c, Q_STAGES>;
-  return launch_persistent<kernel, T, D, CONSUMERS, B_c, LazyShared<D, CONSUMERS, B_c, Q_STAGES>>(a, stream);
-}
-
-// Tile sizes, as measured on an H200.
 template <typename T>
-static cudaError_t launch(const Attention& a, cudaStream_t stream) {
-  switch (a.head_dim) {
-    case 64:  // 192 rows: half as much again is computed per K and V fetched. But 512 rows are 2.67 of them, and a causal
-              // diagonal wastes more: up to 1,024 rows 128 were faster there. Not causal, 192 were at 512 and 2,048 (NOTES.md)
-      if (a.q_len <= (a.causal ? 1024 : 128)) return launch_tiles<T, 64, 2, 128, 2>(a, stream);
-      return launch_tiles<T, 64, 3, 128, 2>(a, stream);
-    case 128:  // O_i 64, S 64 and P 32 of 240 registers; all of 192 KiB
-      return launch_tiles<T, 128, 2, 128, 2>(a, stream);
-    case 256:  // O_i alone has 128 registers, Q_i 64 KiB: there is no room for more than 80 keys, or a second Q_i
-      return launch_tiles<T, 256, 2, 80, 1>(a, stream);
+struct Rung {
+  template <int D, int CONSUMERS, int B_c, int Q_STAGES>
+  static cudaError_t launch(const Attention& a, cudaStream_t stream) {
+    constexpr auto kernel = attention_kernel<T, D, CONSUMERS, B_c, Q_STAGES>;
+    return launch_persistent<kernel, T, D, CONSUMERS, B_c, LazyShared<D, CONSUMERS, B_c, Q_STAGES>>(a, stream);
   }
-  return cudaErrorInvalidValue;
-}
+};
 
 extern "C" cudaError_t attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
                                  cudaStream_t stream) {
   const Attention a = make_attention(q, k, v, out, workspace, scale, causal);
-  if (dtype == FLOAT16) return launch<__half>(a, stream);
-  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(a, stream);
+  if (dtype == FLOAT16) return launch_tile_sizes<Rung<__half>>(a, stream);
+  if (dtype == BFLOAT16) return launch_tile_sizes<Rung<__nv_bfloat16>>(a, stream);
   return cudaErrorInvalidValue;
 }
