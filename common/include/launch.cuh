@@ -17,3 +17,16 @@ inline cudaError_t allow_shared_memory() {
   if (error == cudaSuccess) allowed |= uint64_t(1) << gpu;
   return error;
 }
+
+// How many SMs the current GPU has.
+inline cudaError_t count_sms(int* sms) {
+  static std::atomic<int> known[64];  // by GPU; 0: not asked yet
+  int gpu;
+  cudaError_t error = cudaGetDevice(&gpu);
+  if (error != cudaSuccess) return error;
+  if (!(*sms = known[gpu].load())) {
+    error = cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, gpu);
+    if (error == cudaSuccess) known[gpu] = *sms;
+  }
+  return error;
+}

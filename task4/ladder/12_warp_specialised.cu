@@ -1,39 +1,41 @@
-// Rung 12, warp specialisation: one warp loads, the others take its registers.
+// Rung 12, warp specialisation: one warp loads, and the others take over its registers.
 // architectures: sm_90a
 // FlashAttention-2 forward [FA2] arXiv:2307.08691, Algorithm 1, divided among warps as in [FA3] arXiv:2407.08608.
 //
-//   q, out (batch, q_len, heads, head_dim)      k, v (batch, kv_len, kv_heads, head_dim)      fp16 or bf16, sums in fp32
-//   grid  (ceil(q_len / B_r) heads batch)       one block for each Q_i; its rows of one head are neighbours: K, V in L2
-//   block (128 (1 + CONSUMERS))                 one to a multiprocessor: it has all the registers
-//     warp 0, one thread   the producer: asks TMA for Q_i, K_j and V_j as soon as a buffer is free
-//     warps 1 to 3         leave at once; registers are handed over by whole warpgroups
-//     the other warps      consumers: warpgroup w has the rows 64 w ... 64 w + 63 of Q_i, and all columns
-//   head_dim 64, 128 or 256, scale above 0, pointers and strides multiples of 16 bytes: the caller has checked
+//   q, out (batch, q_len, heads, head_dim)     k, v (batch, kv_len, kv_heads, head_dim)     fp16 or bf16, sums in fp32
+//   grid  (ceil(q_len / B_r) heads batch)      one block per Q_i; those of a head are neighbours: they share K, V in L2
+//   block (128 (1 + CONSUMERS))                one per SM: it has all the registers
+//     warp 0, one thread   the producer: loads Q_i, K_j and V_j by TMA as soon as a buffer is free
+//     warps 1 to 3         exit at once; setmaxnreg moves registers of whole warpgroups
+//     the other warps      consumers: warpgroup w has the rows 64 w ... 64 w + 63 of Q_i, all columns
+//   head_dim 64, 128 or 256, scale above 0, pointers and strides multiples of 16 bytes: checked by the caller
 //
-//   line  8    S   = Q_i K_j^T                  wgmma, both operands from shared memory
-//   line  9    m'  = max(m_i, rowmax(S))        four lanes share a row: two shuffles
+//   line  8    S   = Q_i K_j^T                 wgmma, both operands from shared memory
+//   line  9    m'  = max(m_i, rowmax(S))       four lanes share a row: two shuffles
 //              P   = exp(S - m'),  l_i = exp(m_i - m') l_i + rowsum(P)
 //   line 10    O_i = diag(exp(m_i - m')) O_i + P V_j      wgmma, P from registers
-//   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
+//   line 12    O_i = diag(l_i)^-1 O_i          once, at the end
 //
 // Against rung 11:
-//   waiting    there a __syncthreads() a block of keys lets all threads wait for the slowest, and then one of them asks for
-//              the next block. Here every buffer has a full mbarrier, for its readers to wait for, and an empty one, for the
-//              producer. It does nothing else, so it is always a whole ring ahead, and the consumers need not be in step
-//   registers  the producer needs 24, not the 128 that everyone has there: setmaxnreg hands them over, and a consumer has
-//              240 (of three, 160). That is room for S of 128 keys instead of 64: Q_i is read from shared memory half as
-//              often, at head_dim 128 1,280 wavefronts for 128 x 128 of S instead of 1,536; the products take 2,048 cycles
-//   B_r        three consumers at head_dim 64: K and V are fetched from the L2 cache for 192 rows, not for 128
+//   waiting    in rung 11 a __syncthreads() per block of keys makes all threads wait for the slowest one; only then
+//              does thread 0 load the next block. Here every buffer has two mbarriers: its readers wait for full, the
+//              producer for empty. The producer does nothing else, so it is always a whole ring ahead, and the
+//              consumers need not run in step
+//   registers  the producer needs 24 registers per thread, where every thread of rung 11 has 128. setmaxnreg moves the
+//              rest to the consumers, which have 240 (160 if there are three). That is room for S of 128 keys instead
+//              of 64, so Q_i is read from shared memory half as often: at head_dim 128 an S of 128 x 128 takes 1,280
+//              wavefronts instead of 1,536; its products take 2,048 cycles
+//   B_r        three consumers at head_dim 64: K and V are fetched from L2 once per 192 rows instead of 128
 //
-// What limits it now: a warpgroup waits for S, computes P, waits for P V_j. While all consumers compute P, the tensor cores
-// wait, and nothing keeps the consumers from doing so at the same time.
+// What limits it: a warpgroup waits for S, computes P, then waits for P V_j. The tensor cores idle while all consumers
+// compute P, and nothing keeps the consumers from doing so at the same time.
 //
-// Shared memory, with 1,024-byte alignment for the swizzle: (B_r + 4 B_c) head_dim 2 bytes
+// Shared memory, aligned to 1,024 bytes for the swizzle: (B_r + 4 B_c) head_dim 2 bytes
 //   head_dim  64: B_r 192, B_c 128    24 + 4 * 16 =  88 KiB
 //            128: B_r 128, B_c 128    32 + 4 * 32 = 160 KiB
 //            256: B_r 128, B_c  80    64 + 4 * 40 = 224 KiB
-// Registers: launched with 65,536 / threads for each. Then the producer's warpgroup keeps 24 (32), and each of 2 (3)
-// consumers has 240 (160): O_i head_dim / 2, S B_c / 2, P B_c / 4.
+// Registers: a block starts with 65,536 / threads per thread. Then a thread of the producer's warpgroup keeps 24 (32),
+// and one of 2 (3) consumers has 240 (160): O_i takes head_dim / 2, S B_c / 2, P B_c / 4.
 #include <cuda_runtime.h>
 
 #include "attention.cuh"
@@ -47,7 +49,7 @@ struct Shared {
   static constexpr int B_r = 64 * CONSUMERS;
   alignas(1024) uint16_t Q[B_r * D];
   alignas(1024) uint16_t K[STAGES][B_c * D], V[STAGES][B_c * D];
-  // full: the buffer's contents have arrived. empty: all its readers are done with it
+  // full: the buffer's contents have arrived. empty: all its readers are done
   uint64_t q_full, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
 
@@ -59,7 +61,7 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& s = *reinterpret_cast<Shared<D, CONSUMERS, B_c>*>(raw);
 
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // the shuffle tells the compiler: one for all lanes
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // shuffled: the compiler sees it as warp-uniform
   if (threadIdx.x == 0) {
     mbarrier_init(&s.q_full, 1);
     for (int i = 0; i < STAGES; ++i) {
@@ -68,12 +70,12 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
     }
     mbarrier_init_fence();
   }
-  __syncthreads();  // barriers initialised before anyone uses them
+  __syncthreads();  // barriers initialised before any thread uses them
 
   const int row_blocks = ceil_div(a.q_len, B_r), of_all = blockIdx.x / row_blocks;
   const int head = of_all % a.heads, b = of_all / a.heads;
-  const int row_0 = (row_blocks - 1 - blockIdx.x % row_blocks) * B_r;           // causal: the longest rows start first
-  const int blocks = ceil_div(a.visible(min(row_0 + B_r, a.q_len) - 1), B_c);  // of K and V, that some row sees
+  const int row_0 = (row_blocks - 1 - blockIdx.x % row_blocks) * B_r;           // causal: the longest rows first
+  const int blocks = ceil_div(a.visible(min(row_0 + B_r, a.q_len) - 1), B_c);  // of K and V that some row sees
   Ring<STAGES> k, v;
 
   if (warpgroup == 0) {
@@ -98,12 +100,13 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
 
   // ---- A consumer
   registers_take<CONSUMERS == 2 ? 240 : 160>();
-  const int wg = warpgroup - 1, warp = threadIdx.x % WARPGROUP / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int wg = warpgroup - 1, warp = threadIdx.x % WARPGROUP / 32;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int row = row_0 + wg * 64 + warp * 16 + g;
   const float scale = a.scale * LOG2_E;
 
-  const int seen[2] = {a.visible(row) - 2 * t, a.visible(row + 8) - 2 * t};  // counted from this thread's first column
-  const int whole = a.visible(row_0 + wg * 64) / B_c;                        // all rows see all of the blocks before
+  const int seen[2] = {a.visible(row) - 2 * t, a.visible(row + 8) - 2 * t};  // from this thread's first column on
+  const int whole = a.visible(row_0 + wg * 64) / B_c;                        // all rows see all blocks before it
 
   float O_i[D / 2] = {}, l_i[2] = {}, m_i[2] = {-INFINITY, -INFINITY};  // row g: [0], row g + 8: [1]
   if (blocks > 0) mbarrier_wait(&s.q_full, 0);
@@ -122,10 +125,8 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
       softmax<true, B_c>(S, m_i, l_i, rescale, scale, end);
     }
     uint32_t P[B_c / 4];
-#pragma unroll
-    for (int i = 0; i < B_c / 4; ++i) P[i] = pack<T>(S[2 * i], S[2 * i + 1]);
-#pragma unroll
-    for (int i = 0; i < D / 2; ++i) O_i[i] *= rescale[i / 2 % 2];  // line 10
+    pack_P<T, B_c>(P, S);
+    rescale_O<D>(O_i, rescale);  // line 10
 
     mbarrier_wait(&s.v_full[v.index], v.parity);
     begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);  // line 10
@@ -142,34 +143,31 @@ attention_kernel(const __grid_constant__ Attention a, const __grid_constant__ CU
 template <typename T, int D, int CONSUMERS, int B_c>
 static cudaError_t launch(const Attention& a, cudaStream_t stream) {
   constexpr int B_r = 64 * CONSUMERS, bytes = sizeof(Shared<D, CONSUMERS, B_c>);
-  static_assert(bytes <= 227 * 1024, "what a block can have");
+  static_assert(bytes <= 227 * 1024, "a block has at most 227 KiB of shared memory");
   CUtensorMap q_map, k_map, v_map;
   cudaError_t error;
   if ((error = make_tensor_map<T>(&q_map, a.q, a.q_strides, a.batch, a.q_len, a.heads, D, B_r))) return error;
   if ((error = make_tensor_map<T>(&k_map, a.k, a.k_strides, a.batch, a.kv_len, a.kv_heads, D, B_c))) return error;
   if ((error = make_tensor_map<T>(&v_map, a.v, a.v_strides, a.batch, a.kv_len, a.kv_heads, D, B_c))) return error;
-  const auto kernel = attention_kernel<T, D, CONSUMERS, B_c>;
-  if ((error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes))) return error;
+  constexpr auto kernel = attention_kernel<T, D, CONSUMERS, B_c>;
+  if ((error = allow_shared_memory<kernel, bytes>())) return error;
   const int grid = ceil_div(a.q_len, B_r) * a.heads * a.batch;
   kernel<<<grid, (1 + CONSUMERS) * WARPGROUP, bytes, stream>>>(a, q_map, k_map, v_map);
   return cudaGetLastError();
 }
 
 template <typename T>
-static cudaError_t launch(const Attention& a, int head_dim, cudaStream_t stream) {
-  if (head_dim == 64) return launch<T, 64, 3, 128>(a, stream);
-  if (head_dim == 128) return launch<T, 128, 2, 128>(a, stream);
-  if (head_dim == 256) return launch<T, 256, 2, 80>(a, stream);
+static cudaError_t launch(const Attention& a, cudaStream_t stream) {
+  if (a.head_dim == 64) return launch<T, 64, 3, 128>(a, stream);
+  if (a.head_dim == 128) return launch<T, 128, 2, 128>(a, stream);
+  if (a.head_dim == 256) return launch<T, 256, 2, 80>(a, stream);
   return cudaErrorInvalidValue;
 }
 
-extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
-                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
-                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
-                                 int dtype, cudaStream_t stream) {
-  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
-                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
-  if (dtype == FLOAT16) return launch<__half>(a, head_dim, stream);
-  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(a, head_dim, stream);
+extern "C" cudaError_t attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
+                                 cudaStream_t stream) {
+  const Attention a = make_attention(q, k, v, out, workspace, scale, causal);
+  if (dtype == FLOAT16) return launch<__half>(a, stream);
+  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(a, stream);
   return cudaErrorInvalidValue;
 }

@@ -1,10 +1,10 @@
-// What rungs 11 to 15 do alike around their products: the small change of a wgmma kernel.
+// What the wgmma rungs have in common: a warpgroup's products, softmax and mask, and its rows of the output.
 #pragma once
 #include "hopper.cuh"
 
 constexpr int WARPGROUP = 128;  // threads
 
-// Which of a ring's N buffers is next, and the parity of the phase that its barrier is in. Each user of a ring has its own.
+// The next of a ring's N buffers, and the parity of its barrier's phase. Each user of a ring has its own.
 template <int N>
 struct Ring {
   int index = 0, parity = 0;
@@ -13,12 +13,12 @@ struct Ring {
   }
 };
 
-// One arrival for a warp, whose lanes have all come here: after a wgmma_wait() or a __syncwarp().
+// One arrival per warp, after a wgmma_wait() or a __syncwarp(): all lanes are at this point.
 DEVICE void arrive_as_warp(uint64_t* barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// 2^x by the one instruction that the GPU has for it: results below 2^-126 are 0.
+// 2^x in one instruction. Results below 2^-126 are 0.
 DEVICE float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -37,8 +37,8 @@ DEVICE uint32_t pack(float low, float high) {
   return bits;
 }
 
-// S = Q_i K_j^T, begun: it runs while the warpgroup goes on, until a wgmma_wait(). Of the block's B_c keys only the first KEYS
-// are looked at; S is minus infinity for the others.
+// Issues S = Q_i K_j^T, which runs until a wgmma_wait(). It multiplies only the first KEYS of the block's B_c keys; S
+// is minus infinity for the others.
 template <typename T, int D, int B_r, int B_c, int KEYS = B_c>
 DEVICE void begin_S(float (&S)[B_c / 2], const uint16_t* Q_i, const uint16_t* K_j) {
 #pragma unroll
@@ -48,12 +48,13 @@ DEVICE void begin_S(float (&S)[B_c / 2], const uint16_t* Q_i, const uint16_t* K_
   auto& of_keys = reinterpret_cast<float (&)[KEYS / 2]>(S);
   const uint32_t q = wgmma_descriptor(Q_i), k = wgmma_descriptor(K_j);
 #pragma unroll
-  for (int e = 0; e < D / 16; ++e)  // 64 columns a swizzled block, 16 an instruction
-    Wgmma<T, KEYS, 0>::run(of_keys, q + e / 4 * (B_r * 128 / 16) + e % 4 * 2, k + e / 4 * (B_c * 128 / 16) + e % 4 * 2, e > 0);
+  for (int e = 0; e < D / 16; ++e)  // 64 columns per swizzled part, 16 per instruction
+    Wgmma<T, KEYS, 0>::run(of_keys, q + e / 4 * (B_r * 128 / 16) + e % 4 * 2,
+                           k + e / 4 * (B_c * 128 / 16) + e % 4 * 2, e > 0);
   wgmma_commit();
 }
 
-// O_i += P V_j, begun; O_i = P V_j if add is 0. P is 0 for the keys from KEYS on, and they are not looked at.
+// Issues O_i += P V_j, or O_i = P V_j if add is 0. It multiplies only the first KEYS keys: P is 0 for the others.
 template <typename T, int D, int B_c, int KEYS = B_c>
 DEVICE void begin_PV(float (&O_i)[D / 2], uint32_t (&P)[B_c / 4], const uint16_t* V_j, int add = 1) {
   keep_here(O_i);
@@ -65,8 +66,8 @@ DEVICE void begin_PV(float (&O_i)[D / 2], uint32_t (&P)[B_c / 4], const uint16_t
   wgmma_commit();
 }
 
-// O_i complete. Until here the tensor cores own the registers of P as well as O_i's: the compiler sees P read when P V_j is
-// begun, and would give them to whatever comes between.
+// Waits until O_i is complete. The tensor cores read P's registers until then. The compiler takes them as read when
+// P V_j is issued, and without keep_here() it would reuse them in between.
 template <int N, int M>
 DEVICE void finish_PV(float (&O_i)[N], uint32_t (&P)[M]) {
   wgmma_wait<0>();
@@ -74,7 +75,21 @@ DEVICE void finish_PV(float (&O_i)[N], uint32_t (&P)[M]) {
   keep_here(P);
 }
 
-// Of row g (h = 0) or g + 8 the keys from `end` on are not seen, counted from this thread's first column.
+// P of 16 bits, from S.
+template <typename T, int B_c>
+DEVICE void pack_P(uint32_t (&P)[B_c / 4], const float (&S)[B_c / 2]) {
+#pragma unroll
+  for (int i = 0; i < B_c / 4; ++i) P[i] = pack<T>(S[2 * i], S[2 * i + 1]);
+}
+
+// Line 10's product with diag(rescale).
+template <int D>
+DEVICE void rescale_O(float (&O_i)[D / 2], const float (&rescale)[2]) {
+#pragma unroll
+  for (int i = 0; i < D / 2; ++i) O_i[i] *= rescale[i / 2 % 2];
+}
+
+// Hides the keys from `end` on, counted from this thread's first column, from row g (h = 0) or g + 8.
 template <int B_c>
 DEVICE void mask(float (&S)[B_c / 2], int h, int end) {
 #pragma unroll
@@ -82,10 +97,10 @@ DEVICE void mask(float (&S)[B_c / 2], int h, int end) {
     if (i / 2 * 8 + i % 2 >= end) S[i / 2 * 4 + 2 * h + i % 2] = -INFINITY;
 }
 
-// Of row g (h = 0) or g + 8, in all four threads that share it.
+// The maximum of row g (h = 0) or g + 8, in all four threads that share it.
 template <int B_c>
 DEVICE float row_maximum(const float (&S)[B_c / 2], int h) {
-  float top[2];  // two: in a chain of one, each step would wait for the one before
+  float top[2];  // two chains: in one, each step would wait for the step before
 #pragma unroll
   for (int c = 0; c < B_c / 8; ++c) {
     const float of_pair = fmaxf(S[4 * c + 2 * h], S[4 * c + 2 * h + 1]);
@@ -95,7 +110,7 @@ DEVICE float row_maximum(const float (&S)[B_c / 2], int h) {
   return fmaxf(of_two, __shfl_xor_sync(~0u, of_two, 2));
 }
 
-// Line 9: S becomes P; rescale is the factor that O_i is due. end: as for mask(). m_i is in units of S, and l_i this thread's
+// Line 9: S becomes P. rescale: the factor for O_i. end: as in mask(). m_i is in units of S. l_i is this thread's
 // own part of the sum.
 template <bool MASKED, int B_c>
 DEVICE void softmax(float (&S)[B_c / 2], float (&m_i)[2], float (&l_i)[2], float (&rescale)[2], float scale,
@@ -120,7 +135,7 @@ DEVICE void softmax(float (&S)[B_c / 2], float (&m_i)[2], float (&l_i)[2], float
   }
 }
 
-// 1 / l_i, from each thread's own part of it; 0 for rows that have seen no key.
+// 1 / l_i from the four threads' parts of it. 0 for rows that see no key.
 DEVICE void invert(float (&l_i)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -130,9 +145,9 @@ DEVICE void invert(float (&l_i)[2]) {
   }
 }
 
-// Writes this thread's part of O_i, rows g and g + 8 of the warp's 16, times factor; rows from `inside` on are past the end.
-// A thread has 2 of each 8 columns. Of 32 columns, the four threads of a row exchange pairs until thread t has all 8 from
-// 8 t on: 16 bytes, and 64 bytes of a row in one instruction. out: row g, column 8 t.
+// Writes factor * O_i: this thread's part of rows g and g + 8 of the warp's 16. Rows from `inside` on are past the end.
+// A thread has 2 of every 8 columns. For each 32 columns, the four threads of a row exchange pairs until thread t has
+// the 8 columns from 8 t on. So a thread stores 16 bytes, and one instruction 64 bytes per row. out: row g, column 8 t.
 template <int D, typename T, int N>
 DEVICE void write_rows(T* out, int64_t row_stride, int inside, const float (&O_i)[N], const float (&factor)[2]) {
   const int t = threadIdx.x % 4;
@@ -147,7 +162,7 @@ DEVICE void write_rows(T* out, int64_t row_stride, int inside, const float (&O_i
         x[i] = pack<T>(pair[0] * factor[h], pair[1] * factor[h]);
       }
 #pragma unroll
-      for (int bit = 1; bit <= 2; bit *= 2) {  // a 4 x 4 transposition: x[i] of thread t and x[t] of thread i change places
+      for (int bit = 1; bit <= 2; bit *= 2) {  // 4 x 4 transposition: swaps x[i] of thread t and x[t] of thread i
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           if (i & bit) continue;
