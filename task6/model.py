@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.check.memory import NotEnoughMemory, free_memory, gib
 from common.inputs import check_head_dim, check_head_split, describe, expect
+from common.memory import NotEnoughMemory, free_memory, gib
 from task5.attention import check_position
 from task6.attention import customAttention
 from task6.rope import RoPE

@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.build import Kernels
 from common.check import FACTOR, Case, CheckFailed, Suite, assert_close
-from common.check.memory import free_memory, gib, require_memory
 from common.check.record import Speed
 from common.check.timing import Timing, measure
+from common.memory import free_memory, gib, require_memory
 from task6.model import KVCache, customModel, generate, memory_needed
 from task6.rope import RoPE, apply_rotary_emb
 

@@ -15,12 +15,12 @@ if __name__ == "__main__":
 """
 
 from common.check.compare import FACTOR, CheckFailed, assert_close
-from common.check.memory import NotEnoughMemory, fit_batch, require_memory
 from common.check.poison import poisoned
 from common.check.record import Report, Speed
 from common.check.rng import Rng
 from common.check.suite import Case, Suite
 from common.check.timing import Ceilings, Timing, ceilings, measure
+from common.memory import NotEnoughMemory, fit_batch, require_memory
 
 __all__ = [
     "Case",

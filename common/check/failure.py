@@ -10,8 +10,8 @@ from types import TracebackType
 import torch
 
 from common.check.compare import CheckFailed
-from common.check.memory import NotEnoughMemory, free_memory, gib
 from common.check.suite import ROOT, Item
+from common.memory import NotEnoughMemory, free_memory, gib
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from common.check.failure import (
     indent,
     short_traceback,
 )
-from common.check.memory import NotEnoughMemory
 from common.check.record import Report
 from common.check.rng import new_seed
 from common.check.suite import CHECK_SETTINGS, Item, Suite, device_of
+from common.memory import NotEnoughMemory
 
 SHOWN = 3  # failures of a group that are told in full
 INTERRUPTED = 130

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.check.memory import free_memory
+from common.memory import free_memory
 
 _MAX_RUNS = 500
 _MIN_RUNS = 5

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.build import BuildError, Kernels, build, toolchain
 from common.check.failure import describe_out_of_memory
-from common.check.memory import NotEnoughMemory, fit_batch, require_memory
+from common.memory import NotEnoughMemory, fit_batch, require_memory
 from task1.attention import CustomSelfAttention as Task1
 from task2 import attention as task2
 from task3 import attention as task3
