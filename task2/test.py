@@ -178,8 +178,8 @@ def layer_matches_float64(case, device, rng):
     x = rng.randn(case.batch, case.seq, case.hidden)
 
     def by(attend, x, weights):
-        q, k, v = ((x @ w).unflatten(-1, (case.heads, -1)) for w in weights[:3])
-        return attend(q, k, v, causal=case.causal).flatten(2) @ weights[3]
+        q, k, v = ((x @ w.T).unflatten(-1, (case.heads, -1)) for w in weights[:3])
+        return attend(q, k, v, causal=case.causal).flatten(2) @ weights[3].T
 
     assert_close(
         layer(x, causal=case.causal),

@@ -19,7 +19,7 @@ from common.inputs import (
     kv_heads_of,
 )
 from common.layer import AttentionLayer
-from task4.attention import fast_attention
+from task4.prefill import fast_attention
 
 BLOCKS_PER_MULTIPROCESSOR = 4  # of the decode kernel that fit beside each other, by its registers
 MIN_KEYS_PER_SPLIT = 128  # below this the merging costs more than the waiting

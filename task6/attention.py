@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from common.inputs import check_head_dim, check_head_split, expect
-from task4.attention import fast_attention
+from task4.prefill import fast_attention
 from task5.attention import flash_attention_decode, update_kv_cache
 from task6.rope import RoPE, apply_rotary_emb
 

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from common.inputs import describe
-from task4.attention import fast_attention
+from task4.prefill import fast_attention
 from task5.attention import flash_attention_decode
 
 NAME = "course_attention"  # transformers treats a name with "flash" in it as one of its own
