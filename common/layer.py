@@ -31,9 +31,9 @@ class AttentionLayer(nn.Module):
             are 0.
 
     Attributes:
-        w_qkv: w_q, w_k and w_v stacked, ``(3 * hidden_dim, hidden_dim)``: one product gives q, k and v. Where the
-            weights already lie like that, as ``in_proj_weight.chunk(3)`` of a ``torch.nn.MultiheadAttention`` does,
-            the layer shares their memory; otherwise it copies them once.
+        w_qkv: w_q, w_k and w_v stacked, ``(3 * hidden_dim, hidden_dim)``: one product gives q, k and v. If the weights
+            already follow each other in memory, as ``in_proj_weight.chunk(3)`` of a ``torch.nn.MultiheadAttention``,
+            the layer shares that memory; otherwise it copies them once.
         b_qkv: the biases likewise, ``(3 * hidden_dim,)``, or None.
         w_o, b_o: as given.
         w_q, w_k, w_v, b_q, b_k, b_v: views of w_qkv and b_qkv.
@@ -93,7 +93,7 @@ class AttentionLayer(nn.Module):
         return q, k, v
 
     def project_output(self, o: Tensor) -> Tensor:
-        """The heads' outputs, concatenated to ``(batch, seq, hidden_dim)``, through w_o and b_o."""
+        """``o @ w_o.T + b_o`` for the concatenated heads ``o (batch, seq, hidden_dim)``."""
         return F.linear(o, self.w_o, self.b_o)
 
 

@@ -58,13 +58,13 @@ def flash_attention(
 
     Args:
         q: ``(batch, q_len, heads, head_dim)``, float32, float16 or bfloat16, head_dim at most 128. Any strides with a
-            contiguous last dimension: slices and transposed views are read where they lie.
+            contiguous last dimension: slices and transposed views are read in place.
         k, v: ``(batch, kv_len, kv_heads, head_dim)``; kv_heads divides heads, and each serves heads / kv_heads of
             them (grouped-query attention).
         causal: query i of sequence b sees the keys ``j <= i + seqlens_k[b] - q_len``: the last one sees all.
         scale: factor of the scores; ``1 / sqrt(head_dim)`` if None.
         seqlens_k: int32 ``(batch,)`` on q's device, keys up to which a sequence reads; kv_len if None. Read by the
-            kernel: a longer one than kv_len counts as kv_len.
+            kernel: lengths above kv_len count as kv_len.
         leftpad_k: int32 ``(batch,)``, keys to skip at the start of each sequence; 0 if None.
         tile: (B_r, B_c), one of ``TILES``; :func:`choose_tile` if None.
 

@@ -93,7 +93,7 @@ DECODE = [
     Case("a sequence without keys", why="gives 0, not NaN", batch=2, kv_len=30, head_dim=64, seqlens=(0, 30)),
     Case("no keys", why="an empty cache gives 0", kv_len=0, head_dim=64),
     Case("grouped queries", why="8 heads share 2 of keys and values", heads=8, kv_heads=2, kv_len=50, head_dim=64),
-    # 64 rows: most have all their weight on one key, and of 4 sometimes none shows what float32 loses
+    # 64 rows: many have all their weight on one key, and 4 rows may all be such, without any float32 loss
     Case("large scores", why="scores in the hundreds", batch=4, heads=16, kv_len=64, head_dim=64, scale=10.0),
     Case("equal keys", why="every weight is 1 / kv_len", kv_len=64, head_dim=64, scale=0.0),
     Case("part of a cache", why="a view of the first rows of a longer cache", small=True, kv_len=40, max_seq_len=64, head_dim=64),
@@ -154,7 +154,7 @@ RULE = [
     Case("one long sequence", why="more keys, more splits worth having", blocks=32, kv_len=32768, splits=15),
     Case("nearly a wave", why="0.97 of a wave: splitting would start a second", blocks=512, kv_len=1024, splits=1),
     Case("many blocks", why="the chip is full without", blocks=2048, kv_len=4096, splits=1),
-    Case("few keys", why="less than two splits' worth", blocks=1, kv_len=200, splits=1),
+    Case("few keys", why="not enough for two splits", blocks=1, kv_len=200, splits=1),
 ]  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def make_mha(hidden_dim, num_heads, device, bias=False):
     return mha.to(torch.float).to(device).eval()
 
 
-def make_layer(kind, mha):
+def make_layer(layer_class, mha):
     """The layer of a task on the weights of ``mha``."""
     parameters = dict(mha.named_parameters())
     w_q, w_k, w_v = parameters["in_proj_weight"].chunk(3)
@@ -68,7 +68,7 @@ def make_layer(kind, mha):
     biases = ()
     if "in_proj_bias" in parameters:
         biases = *parameters["in_proj_bias"].chunk(3), parameters["out_proj.bias"]
-    layer = kind(w_q, w_k, w_v, w_o, mha.embed_dim, mha.num_heads, *biases)
+    layer = layer_class(w_q, w_k, w_v, w_o, mha.embed_dim, mha.num_heads, *biases)
     return layer.to(torch.float).to(w_o.device).eval()
 
 
@@ -87,7 +87,7 @@ def by_float64(mha, x, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", [NaiveInPyTorch, NaiveInCuda, FlashInPyTorch, FlashInCuda])
+@pytest.mark.parametrize("layer_class", [NaiveInPyTorch, NaiveInCuda, FlashInPyTorch, FlashInCuda])
 @pytest.mark.parametrize(
     "batch_size, seq_len, hidden_dim, num_heads, device",
     sizes(
@@ -96,10 +96,10 @@ def by_float64(mha, x, causal):
     ),
 )
 def test_layers_equal_multihead_attention(
-    kind, batch_size, seq_len, hidden_dim, num_heads, causal, device
+    layer_class, batch_size, seq_len, hidden_dim, num_heads, causal, device
 ):
     mha = make_mha(hidden_dim, num_heads, device)
-    layer = make_layer(kind, mha)
+    layer = make_layer(layer_class, mha)
     x = torch.randn(batch_size, seq_len, hidden_dim).to(device)
     out = layer(x, causal=causal)
     assert_close(out, by_float64(mha, x, causal), by_pytorch(mha, x, causal), axes=AXES)
@@ -110,8 +110,8 @@ def test_layers_equal_multihead_attention(
 @pytest.mark.parametrize("device", BOTH)
 def test_the_layer_has_no_second_copy_of_the_weights(device):
     mha = make_mha(128, 8, device)
-    for kind in (NaiveInPyTorch, NaiveInCuda, FlashInPyTorch, FlashInCuda, FlashWithCache):
-        layer = make_layer(kind, mha)
+    for layer_class in (NaiveInPyTorch, NaiveInCuda, FlashInPyTorch, FlashInCuda, FlashWithCache):
+        layer = make_layer(layer_class, mha)
         assert isinstance(layer, AttentionLayer)
         assert layer.w_q.data_ptr() == mha.in_proj_weight.data_ptr()
         assert layer.w_o.data_ptr() == mha.out_proj.weight.data_ptr()
@@ -284,7 +284,7 @@ def test_gpt2_writes_what_its_float64_self_finds_likeliest(device):
     model = ModelWithCustomAttention("gpt2", 2048, device=device)  # GPT-2 has 1024 positions
     text = model.generate(prompt=PROMPT, max_new_tokens=50, temperature=0.95, top_k=10)
     assert text.startswith(PROMPT) and len(text) > len(PROMPT)
-    assert model.generate(PROMPT, 50) == text  # greedy unless it is told to sample
+    assert model.generate(PROMPT, 50) == text  # greedy by default
 
     prompt, mask = model.encode([PROMPT])
     tokens = model.generate_tokens(prompt, mask, 50)
