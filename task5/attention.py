@@ -21,8 +21,8 @@ from common.inputs import (
 from common.layer import AttentionLayer
 from task4.prefill import fast_attention
 
-BLOCKS_PER_SM = 4  # of the decode kernel that an SM holds at once, by its registers
-MIN_KEYS_PER_SPLIT = 128  # with fewer, merging the splits costs more than it gains
+BLOCKS_PER_MULTIPROCESSOR = 4  # of the decode kernel that fit beside each other, by its registers
+MIN_KEYS_PER_SPLIT = 128  # below this the merging costs more than the waiting
 
 _kernels = Kernels(__file__, "attention_kernel.cu")
 
@@ -36,7 +36,7 @@ def update_kv_cache(
         k_cache, v_cache: ``(batch, max_seq_len, hidden)``.
         k, v: ``(batch, n, hidden)``, the caches' dtype and device.
         current_pos: where the first of the n rows goes: one int for all sequences, or int32 ``(batch,)`` on the
-            device, one per sequence. Positions on the device cannot be checked before the launch: rows outside the
+            device, one a sequence. Positions on the device cannot be checked before the launch: rows outside the
             cache are not written.
 
     Raises:
@@ -79,19 +79,19 @@ def check_position(current_pos: int, n: int, max_seq_len: int) -> None:
 def choose_num_splits(blocks: int, kv_len: int, multiprocessors: int) -> int:
     """How many blocks share the keys of one (sequence, head): 1 where ``blocks`` = batch * heads fill the GPU.
 
-    The smallest number of splits that fills the waves of blocks at least 85 % as well as the best one, with at least
-    ``MIN_KEYS_PER_SPLIT`` keys per split. (The rule of FlashDecoding in the FlashAttention library.)
+    The fewest splits whose last wave of blocks is within 85 % as full as the best choice's, with at least
+    ``MIN_KEYS_PER_SPLIT`` keys in each. (The rule of FlashDecoding in the FlashAttention library.)
     """
-    slots = multiprocessors * BLOCKS_PER_SM
+    slots = multiprocessors * BLOCKS_PER_MULTIPROCESSOR
     # BEGIN SOLUTION, until then: return 1
-    return _fewest_splits(blocks, slots, limit=max(1, min(kv_len // MIN_KEYS_PER_SPLIT, slots)))
+    return _fewest_splits(blocks, slots, most=max(1, min(kv_len // MIN_KEYS_PER_SPLIT, slots)))
     # END SOLUTION
 
 
 @functools.cache
-def _fewest_splits(blocks: int, slots: int, limit: int) -> int:
+def _fewest_splits(blocks: int, slots: int, most: int) -> int:
     # BEGIN SOLUTION
-    waves = [blocks * splits / slots for splits in range(1, limit + 1)]
+    waves = [blocks * splits / slots for splits in range(1, most + 1)]
     fullness = [w / math.ceil(w) for w in waves]
     return next(i for i, f in enumerate(fullness, start=1) if f >= 0.85 * max(fullness))
     # END SOLUTION
@@ -107,7 +107,7 @@ def flash_attention_decode(
     leftpad_k: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
-    """One query per sequence against a cache of keys and values, which is read in place.
+    """One query a sequence against a cache of keys and values, which is read in place.
 
     Args:
         q: ``(batch, 1, heads, head_dim)``, float32, float16 or bfloat16, head_dim at most 128.
@@ -126,7 +126,7 @@ def flash_attention_decode(
     batch, heads, kv_heads, q_len, kv_len, head_dim = check_attention(q, k, v)
     if q_len != 1:
         raise ValueError(
-            f"decoding takes one query per sequence: q must be (batch, 1, ...); got q_len {q_len}"
+            f"decoding takes one query a sequence: q must be (batch, 1, ...); got q_len {q_len}"
         )
     check_lengths("seqlens_k", seqlens_k, q)
     check_lengths("leftpad_k", leftpad_k, q)
@@ -154,19 +154,20 @@ def flash_attention_decode(
     return out
 
 
-@functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a GPU has; 1 for the CPU, where splitting gains nothing."""
-    if device.type == "cpu":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """How many a GPU has; 1 for the CPU, where nothing is gained by splitting."""
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )
 
 
 def _in_fours(tensor: Tensor) -> bool:
     """Whether every row of every head starts at a multiple of 4 elements and has a multiple of 4."""
-    batch, row, head, _ = tensor.stride()
-    fours = (batch | row | head | tensor.shape[3]) % 4 == 0
-    return fours and tensor.data_ptr() % (4 * tensor.element_size()) == 0
+    return tensor.data_ptr() % (4 * tensor.element_size()) == 0 and not any(
+        n % 4 for n in (*tensor.stride()[:3], tensor.shape[3])
+    )
 
 
 def custom_flash_attention_decode(

@@ -8,8 +8,6 @@ import re
 import socket
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -24,11 +22,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from common.build import Kernels
 from common.check import FACTOR, Case, CheckFailed, Speed, Suite, assert_close, measure
 from common.check.attention import attention_float64, attention_pytorch
 from task4.attention import flash_attention
 from task5.attention import flash_attention_decode
+from task6.test import count_launches
 from task7 import inference
 from task7.attention import NAME, course_attention, course_mask, kernel_calls
 from task7.inference import PROMPT, TINY, TINY_FOLDER, ModelWithCustomAttention, find_model
@@ -175,9 +173,9 @@ def greedy_tokens_equal_the_reference(case: Case, device: torch.device, rng: Any
     if chunk := case.values.get("chunk"):
         options["prefill_chunk_size"] = chunk
 
-    with _launches() as ours_launched:
+    with count_launches() as ours_launched:
         got = ours.generate(tokens, **options)
-    with _launches() as plain_launched:
+    with count_launches() as plain_launched:
         want = plain.generate(tokens, **options)
     if plain_launched:
         raise CheckFailed(f"the reference ran our kernels: {dict(plain_launched)}")
@@ -185,8 +183,10 @@ def greedy_tokens_equal_the_reference(case: Case, device: torch.device, rng: Any
     steps = -(-prompt // chunk) if chunk else 1
     prefills = steps if prompt > 1 else 0
     expected = Counter(
-        flash_attention=layers * prefills,
-        flash_attention_decode=layers * (case.new - 1 + steps - prefills),
+        {
+            "task4 flash_attention": layers * prefills,
+            "task5 flash_attention_decode": layers * (case.new - 1 + steps - prefills),
+        }
     )
     if ours_launched != +expected:
         raise CheckFailed(f"kernels launched: {dict(ours_launched)}; expected {dict(+expected)}")
@@ -238,7 +238,7 @@ def sampling_repeats_with_its_seed(case: Case, device: torch.device, rng: Any) -
     def sample(seed: int) -> str:
         return model.generate(PROMPT, case.new, 1.0, 50, do_sample=True, seed=seed)
 
-    with _launches() as launched:
+    with count_launches() as launched:
         first = sample(SAMPLE_SEED)
     if not launched:
         raise CheckFailed("no kernel of ours was launched")
@@ -462,20 +462,6 @@ def _models(
         model.load_state_dict(weights)
         models.append(model.to(device, dtype).eval())
     return tuple(models)
-
-
-@contextmanager
-def _launches() -> Iterator[Counter[str]]:
-    """Counts the launches of our kernels by name; a rung of the ladder counts as task 4's kernel."""
-    counts: Counter[str] = Counter()
-    launch = Kernels.launch
-
-    def counted(self: Kernels, name: str, /, **arguments: Any) -> None:
-        counts["flash_attention" if self.source.parent.name == "ladder" else name] += 1
-        launch(self, name, **arguments)
-
-    with patch.object(Kernels, "launch", counted):
-        yield counts
 
 
 test_task7 = suite.pytest()

@@ -12,6 +12,7 @@ from task4 import prefill
 from task4.ladder import rungs
 from task4.ladder.rungs import RUNGS, by_number
 from task4.prefill import fast_attention
+from task6.test import count_launches
 
 OWN = "task 4"
 
@@ -93,6 +94,14 @@ def test_a_named_rung_runs():
     with mock.patch.object(rungs, "ladder_attention") as ladder_attention:
         fast_attention(q, k, v, causal=True, rung=9)
     ladder_attention.assert_called_once_with(q, k, v, causal=True, scale=None, rung=9)
+
+
+def test_a_rung_counts_once_as_task_4s_kernel():
+    q, k, v = (torch.randn(1, 9, 2, 64, dtype=torch.float16) for _ in "qkv")
+    with count_launches() as launches:
+        fast_attention(q, k, v, rung=3)
+        fast_attention(q, k, v)
+    assert launches == {"task4 flash_attention": 2}
 
 
 def test_a_broken_ladder_is_not_hidden():
