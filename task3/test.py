@@ -1,4 +1,7 @@
-"""Task 3's checks: python -m task3.test [--attention] [--causal] [--layer]"""
+"""Task 3: your tiled attention in PyTorch, checked against float64.
+
+python -m task3.test [--attention | --causal | --layer]
+"""
 
 from collections.abc import Callable
 
@@ -65,7 +68,7 @@ CASES = [
     Case(
         "one sequence, one head", why="dimensions of size 1 must stay", **size(40, batch=1, heads=1)
     ),
-    Case("long", why="17 tiles a row, the last one ragged", **size(260, batch=1, B_c=16, B_r=64)),
+    Case("long", why="17 tiles per row, the last one ragged", **size(260, batch=1, B_c=16, B_r=64)),
     Case(
         "large magnitudes",
         why="exp overflows unless the maximum is subtracted",
@@ -112,7 +115,7 @@ def causal_attention_matches_float64(case: Case, device: torch.device, rng: Rng)
         ),
         Case(
             "512 keys",
-            why="a strip B_r x kv_len is no tile either",
+            why="a strip of B_r x kv_len is larger than a tile, too",
             **size(16, 512, batch=1, heads=1, d=2),
         ),
     ],
@@ -133,7 +136,7 @@ def no_tensor_is_larger_than_a_tile(case: Case, device: torch.device, rng: Rng) 
 @suite.check(
     "causal",
     [
-        Case("square tiles", why="tile (i, j) with j > i is all mask", **size(64)),
+        Case("square tiles", why="tile (i, j) with j > i is fully masked", **size(64)),
         Case("ragged", why="the last tile is partial", **size(59)),
         Case("tall tiles", why="B_r > B_c", **size(64, B_r=32, B_c=8)),
         Case("wide tiles", why="B_r < B_c", **size(64, B_r=8, B_c=32)),
@@ -151,7 +154,7 @@ def tiles_above_the_diagonal_are_skipped(case: Case, device: torch.device, rng: 
     rows = first - (case.kv_len - case.q_len)  # the rows before this one see none of those keys
     same = (got[:, :rows] == clean[:, :rows]).all(dim=-1).all(dim=0)
     assert bool(same.all()), (
-        f"keys {first} and after are above the diagonal for rows 0 to {rows - 1}, and their tiles should be"
+        f"keys {first} and after are above the diagonal for rows 0 to {rows - 1}, so their tiles should be"
         f" skipped; but NaN there reaches the rows {(~same).nonzero().flatten().tolist()}"
     )
 
@@ -175,16 +178,14 @@ def layer_matches_float64(case: Case, device: torch.device, rng: Rng) -> None:
     width = case.heads * case.d
     weights = [rng.randn(width, width, scale=width**-0.5) for _ in range(4)]
     layer = CustomFlashAttention(*weights, width, case.heads)
-    assert set(layer.state_dict()) == {"w_q", "w_k", "w_v", "w_o"}, (
-        "the weights are not in state_dict()"
-    )
+    assert set(layer.state_dict()) == {"w_qkv", "w_o"}, "the weights are not in state_dict()"
     x = rng.randn(case.batch, case.seq, width)
     heads = (case.heads, case.d)
 
     def through(attention: Callable[..., Tensor], causal: bool, dtype: torch.dtype) -> Tensor:
         w_q, w_k, w_v, w_o = (w.to(dtype) for w in weights)
-        q, k, v = ((x.to(dtype) @ w).unflatten(-1, heads) for w in (w_q, w_k, w_v))
-        return attention(q, k, v, causal=causal).flatten(2) @ w_o
+        q, k, v = ((x.to(dtype) @ w.T).unflatten(-1, heads) for w in (w_q, w_k, w_v))
+        return attention(q, k, v, causal=causal).flatten(2) @ w_o.T
 
     for causal in (False, True):
         assert_close(
@@ -219,7 +220,7 @@ def wrong_input_is_refused(case: Case, device: torch.device, rng: Rng) -> None:
     q, k, v = (rng.randn(*given[name]) for name in "qkv")
     v = v.to(case.values.get("v_dtype", torch.float32))
     good = rng.randn(2, 8, 48)
-    flash_attention(good, good, good, 3)  # so that a stub is told apart from a refusal
+    flash_attention(good, good, good, 3)  # a stub fails here, not as a refusal below
     try:
         flash_attention(q, k, v, given["heads"], given["B_r"], given["B_c"])
     except ValueError as error:
@@ -316,7 +317,7 @@ def tiled(
     power_l: int = 1,
     divide: bool = True,
 ) -> Tensor:
-    """The online softmax over tiles of B_c keys, in float64, with room for mistakes."""
+    """The online softmax over tiles of B_c keys, in float64; the keywords are the mistakes that people make."""
     q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))  # (batch, heads, length, d)
     q_len, kv_len = q.shape[2], k.shape[2]
     S = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5

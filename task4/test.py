@@ -3,27 +3,27 @@
 python -m task4.test [--attention | --layer] [--check] [--no-timing]
 """
 
+from functools import partial
+
 import torch
 
 from common.check import Case, Suite, assert_close
 from common.check.attention import attention_float64, attention_pytorch, hide_invisible
 from common.memory import fit_batch
 from common.timing import Backend, Benchmark, all_alike, measure, sdpa
-from task4 import attention
-from task4.attention import (
-    OWN,
-    TILES,
-    CustomFlashAttention,
-    custom_flash_attention,
-    fast_attention,
-    flash_attention,
-)
+from task4 import attention, prefill
+from task4.attention import TILES, CustomFlashAttention, custom_flash_attention, flash_attention
 
 suite = Suite(
     "task4",
     title="FlashAttention-2 in CUDA",
     points=4,
-    sources=("task4/attention.py", "task4/attention_kernel.cu"),
+    sources=(
+        "task4/attention.py",
+        "task4/attention_kernel.cu",
+        "task4/prefill.py",
+        "common/layer.py",
+    ),
 )
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
@@ -49,7 +49,7 @@ ATTENTION = [
     Case("different lengths", why="each sequence reads its own number of keys", small=True, batch=3, q_len=20, kv_len=60, head_dim=32, seqlens=(60, 33, 20), causal=True),
     Case("left padding", why="a batch of prompts, padded on the left", small=True, batch=3, q_len=40, head_dim=32, leftpad=(0, 7, 39), causal=True),
     Case("a sequence without keys", why="its rows give 0, not NaN", batch=2, q_len=20, head_dim=32, seqlens=(0, 20)),
-    Case("slices of one qkv tensor", why="rows of q, k and v lie 3 hidden_dim apart", small=True, q_len=40, head_dim=32, layout="fused"),
+    Case("slices of one qkv tensor", why="rows of q, k and v are 3 hidden_dim apart", small=True, q_len=40, head_dim=32, layout="fused"),
     Case("transposed heads", why="(batch, heads, seq, head_dim) in memory, as Hugging Face has it", q_len=40, head_dim=64, layout="heads first"),
     Case("odd alignment", why="rows that start at odd addresses", q_len=40, head_dim=33, layout="odd"),
     Case("large scores", why="scores in the hundreds", q_len=64, head_dim=64, scale=10.0),
@@ -197,25 +197,33 @@ def layer_matches_float64(case, device, rng):
     x = rng.randn(case.batch, case.seq, case.hidden, dtype=case.dtype)
 
     def by(attend, x, weights):
-        q, k, v = ((x @ w).unflatten(-1, (case.heads, -1)) for w in weights[:3])
-        return attend(q, k, v, causal=case.causal).flatten(2) @ weights[3]
+        q, k, v = ((x @ w.T).unflatten(-1, (case.heads, -1)) for w in weights[:3])
+        return attend(q, k, v, causal=case.causal).flatten(2) @ weights[3].T
 
     layer = CustomFlashAttention(*weights, case.hidden, case.heads)
-    # On a GPU the default may be another kernel than one's own.
-    for rung in (OWN,) if device.type == "cpu" else (OWN, None):
+    ours = [layer(x, causal=case.causal)]
+    if device.type == "cuda":  # where it may be another kernel
+        ours.append(_layer_with(prefill.fast_attention, layer, x, case.causal))
+    for got in ours:
         assert_close(
-            layer(x, causal=case.causal, rung=rung),
+            got,
             by(attention_float64, x.double(), [w.double() for w in weights]),
             by(attention_pytorch, x, weights),
             axes=("batch", "row", "column"),
         )
 
 
+def _layer_with(attend, layer, x, causal):
+    """The layer's projections around another attention."""
+    q, k, v = (t.unflatten(-1, (layer.num_heads, -1)) for t in layer.project_qkv(x))
+    return layer.project_output(attend(q, k, v, causal=causal).flatten(2))
+
+
 # Speed ---------------------------------------------------------------------------------------------------
 
 HIDDEN, HEADS = 4096, 32
 GRADED = [(4, 128, False), (4, 128, True), (64, 4096, False), (64, 4096, True)]
-MATH = "torch.nn.MultiheadAttention"
+MHA = "torch.nn.MultiheadAttention"
 EFFICIENT = Backend.EFFICIENT
 
 
@@ -224,7 +232,9 @@ def _graded_name(batch, seq, causal):
 
 
 # Your own kernel and, where there is a ladder, the fastest kernel in it for these tensors.
-KERNELS = {"": OWN} | ({" by the fastest rung": None} if attention.ladder else {})
+KERNELS = {"": flash_attention}
+if prefill.fast_attention is not flash_attention:
+    KERNELS[" by the fastest rung"] = prefill.fast_attention
 
 
 @suite.benchmark(
@@ -237,13 +247,14 @@ KERNELS = {"": OWN} | ({" by the fastest rung": None} if attention.ladder else {
     ],
 )
 def graded_speedups(device, record):
-    weights = [torch.randn(HIDDEN, HIDDEN, device=device) * HIDDEN**-0.5 for _ in range(4)]
-    layer = CustomFlashAttention(*weights, HIDDEN, HEADS)
     baseline = torch.nn.MultiheadAttention(
         HIDDEN, HEADS, bias=False, batch_first=True, device=device
-    ).eval()
-    baseline.in_proj_weight.data = torch.cat([w.T for w in weights[:3]])
-    baseline.out_proj.weight.data = weights[3].T.contiguous()
+    ).requires_grad_(False)
+    for weight in baseline.eval().parameters():
+        weight.normal_(std=HIDDEN**-0.5)
+    layer = CustomFlashAttention(
+        *baseline.in_proj_weight.chunk(3), baseline.out_proj.weight, HIDDEN, HEADS
+    )
     for batch, seq, causal in GRADED:
         name = _graded_name(batch, seq, causal)
         # x, q, k, v, the outputs, the packed qkv of the baseline and what a rung works in, fp32, with room for copies
@@ -254,65 +265,52 @@ def graded_speedups(device, record):
             times = _time_layer(layer, baseline, x, causal)
             _add(record, "layer", name, shape, x.dtype, times, note)
             q, k, v = (t.unflatten(-1, (HEADS, -1)) for t in layer.project_qkv(x))
-            times = _time_attention(q, k, v, causal, seconds=3, kernels=KERNELS)
+            ours = {f"ours{by}": partial(attend, causal=causal) for by, attend in KERNELS.items()}
+            times = _time_attention(ours, q, k, v, causal, seconds=3)
         flops = 4 * batch * seq * seq * HIDDEN * (0.5 if causal else 1)
-        _add(record, "attention alone", name, shape, x.dtype, times, note, flops)
+        splits = prefill.splits_float32(q)
+        _add(record, "attention alone", name, shape, x.dtype, times, note, flops, splits)
         del x, q, k, v
 
 
-def _add(record, what, name, shape, dtype, times, note, flops=None):
+def _add(record, what, name, shape, dtype, times, note, flops=None, splits=False):
+    """``splits``: the fastest kernel here multiplies these float32 tensors in 16-bit parts."""
     ours = {by: times.pop(f"ours{by}") for by in KERNELS}
     for by, timing in ours.items():
         record.add(
             Benchmark(
                 f"{what}{by}, {name}", shape, dtype, timing, times,
-                flops=flops, split=_splits(by, dtype), note=note,
+                flops=flops, split=splits and KERNELS[by] is prefill.fast_attention, note=note,
             )
         )  # fmt: skip
-
-
-def _splits(by, dtype):
-    """Whether the kernel multiplies float32 in 16-bit parts."""
-    if KERNELS[by] is OWN:
-        return False
-    gpu = torch.device("cuda", torch.cuda.current_device())
-    return attention.ladder.fastest(gpu, dtype, HIDDEN // HEADS).split
 
 
 def _time_layer(layer, baseline, x, causal):
     seq = x.shape[1]
     mask = torch.ones(seq, seq, dtype=torch.bool, device=x.device).triu(1) if causal else None
-
-    def same_projections():
-        q, k, v = (t.unflatten(-1, (HEADS, -1)) for t in layer.project_qkv(x))
-        return layer.project_output(sdpa(q, k, v, backend=EFFICIENT, causal=causal).flatten(2))
-
-    ours = {
-        f"ours{by}": lambda rung=rung: layer(x, causal=causal, rung=rung)
-        for by, rung in KERNELS.items()
+    functions = {
+        f"ours{by}": partial(_layer_with, attend, layer, x, causal)
+        for by, attend in KERNELS.items()
     }
     return measure(
-        {
-            **ours,
-            MATH: lambda: baseline(x, x, x, attn_mask=mask, need_weights=False)[0],
-            f"our projections around {EFFICIENT}": same_projections,
+        functions
+        | {
+            "ours": lambda: layer(x, causal=causal),
+            MHA: lambda: baseline(x, x, x, attn_mask=mask, need_weights=False)[0],
+            f"our projections around {EFFICIENT}": lambda: _layer_with(
+                partial(sdpa, backend=EFFICIENT), layer, x, causal
+            ),
         },
         check=all_alike,
         seconds=3,
     )
 
 
-def _time_attention(q, k, v, causal, seconds=1.0, tile=None, kernels=None):
-    """``kernels``: of ``KERNELS``; without it, your own with this tile."""
-    ours = {
-        f"ours{by}": lambda rung=rung: fast_attention(q, k, v, causal=causal, rung=rung)
-        for by, rung in (kernels or {}).items()
-    }
+def _time_attention(ours, q, k, v, causal, seconds=1.0):
+    """``ours``: attentions of q, k and v by name, beside PyTorch's."""
+    functions = {name: lambda attend=attend: attend(q, k, v) for name, attend in ours.items()}
     return measure(
-        {
-            **(ours or {"ours": lambda: flash_attention(q, k, v, causal=causal, tile=tile)}),
-            EFFICIENT: lambda: sdpa(q, k, v, backend=EFFICIENT, causal=causal),
-        },
+        functions | {EFFICIENT: lambda: sdpa(q, k, v, backend=EFFICIENT, causal=causal)},
         check=all_alike,
         seconds=seconds,
     )
@@ -331,7 +329,8 @@ def tile_speeds(device, record):
             print(f"    {name}: does not fit in this GPU's shared memory")
             continue
         q, k, v = (torch.randn(batch, seq, hidden // d, d, device=device) for _ in range(3))
-        times = _time_attention(q, k, v, causal=False, tile=tile)
+        ours = {"ours": partial(flash_attention, tile=tile)}
+        times = _time_attention(ours, q, k, v, causal=False)
         shape = f"B{batch} S{seq} hidden {hidden}, head_dim {d}, non-causal"
         flops = 4 * batch * seq * seq * hidden
         record.add(Benchmark(name, shape, q.dtype, times.pop("ours"), times, flops=flops))

@@ -20,6 +20,8 @@ suite = Suite(
         "task5/attention_kernel.cu",
         "task4/attention.py",
         "task4/attention_kernel.cu",
+        "task4/prefill.py",
+        "common/layer.py",
     ),
 )
 
@@ -30,9 +32,9 @@ CACHE = [
     Case("a prompt", why="many rows at once", batch=2, n=20, hidden=200, max_seq_len=32, pos=0),
     Case("a chunk in the middle", why="rows around it stay as they are", small=True, batch=2, n=5, hidden=130, max_seq_len=32, pos=9),
     Case("fills the cache", why="n = max_seq_len", batch=1, n=16, hidden=64, max_seq_len=16, pos=0),
-    Case("one position a sequence", why="positions on the device, one per sequence", small=True, batch=3, n=2, hidden=64, max_seq_len=16, pos=(0, 14, 5)),
+    Case("one position per sequence", why="positions on the device", small=True, batch=3, n=2, hidden=64, max_seq_len=16, pos=(0, 14, 5)),
     Case("positions past the end", why="rows that do not fit are not written", small=True, batch=3, n=2, hidden=64, max_seq_len=16, pos=(-1, 15, 16)),
-    Case("slices of one qkv tensor", why="k and v lie 3 hidden_dim apart", small=True, batch=2, n=3, hidden=64, max_seq_len=8, pos=2, fused=True),
+    Case("slices of one qkv tensor", why="rows of k and v are 3 hidden_dim apart", small=True, batch=2, n=3, hidden=64, max_seq_len=8, pos=2, fused=True),
     Case("float16", why="16-bit caches", batch=2, n=3, hidden=64, max_seq_len=8, pos=2, dtype=HALF),
     Case("bfloat16", why="16-bit caches", batch=2, n=3, hidden=64, max_seq_len=8, pos=2, dtype=BFLOAT),
 ]  # fmt: skip
@@ -85,7 +87,7 @@ DECODE = [
     Case("a sequence without keys", why="gives 0, not NaN", batch=2, kv_len=30, head_dim=64, seqlens=(0, 30)),
     Case("no keys", why="an empty cache gives 0", kv_len=0, head_dim=64),
     Case("grouped queries", why="8 heads share 2 of keys and values", heads=8, kv_heads=2, kv_len=50, head_dim=64),
-    # 64 rows: most have all their weight on one key, and of 4 sometimes none shows what float32 loses
+    # 64 rows: many have all their weight on one key, and 4 rows may all be such, without any float32 loss
     Case("large scores", why="scores in the hundreds", batch=4, heads=16, kv_len=64, head_dim=64, scale=10.0),
     Case("equal keys", why="every weight is 1 / kv_len", kv_len=64, head_dim=64, scale=0.0),
     Case("part of a cache", why="a view of the first rows of a longer cache", small=True, kv_len=40, max_seq_len=64, head_dim=64),
@@ -99,7 +101,7 @@ SPLITS = [
     Case("7 splits", why="the last split is shorter", kv_len=100, head_dim=128, num_splits=7),
     Case("more splits than full", why="splits without any key", small=True, kv_len=9, head_dim=64, num_splits=7),
     Case("splits past a sequence's end", why="some splits see no key of some sequences", batch=3, kv_len=90, head_dim=64, seqlens=(90, 1, 40), num_splits=3),
-    Case("splits and padding", why="some splits lie in the padding", batch=2, kv_len=90, head_dim=64, leftpad=(50, 89), num_splits=3),
+    Case("splits and padding", why="some splits are all padding", batch=2, kv_len=90, head_dim=64, leftpad=(50, 89), num_splits=3),
     Case("bfloat16", why="partial results stay fp32", kv_len=70, head_dim=128, dtype=BFLOAT, num_splits=2),
     Case("long", why="the splits that the rule chooses", devices=("cuda",), batch=1, heads=32, kv_len=30000, head_dim=128),
 ]  # fmt: skip
@@ -142,11 +144,11 @@ def compare_decode(case, device, rng, num_splits):
 
 
 RULE = [
-    Case("one sequence", why="32 blocks alone leave most of a GPU idle", blocks=32, kv_len=1024, splits=7),
+    Case("one sequence", why="32 blocks leave most of a GPU idle", blocks=32, kv_len=1024, splits=7),
     Case("one long sequence", why="more keys, more splits worth having", blocks=32, kv_len=32768, splits=15),
     Case("nearly a wave", why="0.97 of a wave: splitting would start a second", blocks=512, kv_len=1024, splits=1),
     Case("many blocks", why="the chip is full without", blocks=2048, kv_len=4096, splits=1),
-    Case("few keys", why="less than two splits' worth", blocks=1, kv_len=200, splits=1),
+    Case("few keys", why="not enough for two splits", blocks=1, kv_len=200, splits=1),
 ]  # fmt: skip
 
 
@@ -155,7 +157,7 @@ def splits_follow_the_rule(case, device, rng):
     chosen = attention.choose_num_splits(case.blocks, case.kv_len, multiprocessors=132)
     if chosen != case.splits:
         raise CheckFailed(
-            f"the rule takes {case.splits} splits on 132 multiprocessors; got {chosen}",
+            f"the rule gives {case.splits} splits on 132 SMs; got {chosen}",
             not_written=chosen == 1
             and "task5/attention.py: choose_num_splits is not written yet (it returns 1)",
         )
@@ -164,9 +166,10 @@ def splits_follow_the_rule(case, device, rng):
 def _projected(attend, x, parameters, heads, **visible):
     """The whole layer by definition: x and its parameters in one dtype."""
     q, k, v = (
-        (x @ parameters[f"w_{n}"] + parameters[f"b_{n}"]).unflatten(-1, (heads, -1)) for n in "qkv"
+        (x @ parameters[f"w_{n}"].T + parameters[f"b_{n}"]).unflatten(-1, (heads, -1))
+        for n in "qkv"
     )
-    return attend(q, k, v, **visible).flatten(2) @ parameters["w_o"] + parameters["b_o"]
+    return attend(q, k, v, **visible).flatten(2) @ parameters["w_o"].T + parameters["b_o"]
 
 
 GENERATION = [
@@ -220,13 +223,12 @@ PROMPT, TOKENS, HIDDEN, HEADS = 1024, 100, 4096, 32
 @suite.benchmark("generation", fields=["TTFT", "TBT"])
 def generation_speed(device, record):
     batch, total = 4, PROMPT + TOKENS
-    weights = [torch.randn(HIDDEN, HIDDEN, device=device) * HIDDEN**-0.5 for _ in range(4)]
-    layer = CustomFlashAttention(*weights, HIDDEN, HEADS)
     mha = torch.nn.MultiheadAttention(
         HIDDEN, HEADS, bias=False, batch_first=True, device=device
-    ).eval()
-    mha.in_proj_weight.data = torch.cat([w.T for w in weights[:3]])
-    mha.out_proj.weight.data = weights[3].T.contiguous()
+    ).requires_grad_(False)
+    for weight in mha.eval().parameters():
+        weight.normal_(std=HIDDEN**-0.5)
+    layer = CustomFlashAttention(*mha.in_proj_weight.chunk(3), mha.out_proj.weight, HIDDEN, HEADS)
     x = torch.randn(batch, total, HIDDEN, device=device)
     ours, theirs = (
         [torch.zeros(batch, total, HIDDEN, device=device) for _ in range(2)] for _ in range(2)

@@ -10,7 +10,6 @@ from common.build import BuildError, builder
 from common.build.cli import resources
 from common.record import provenance
 from common.timing import Timing
-from task4 import attention as task4
 from task4.ladder import __main__ as command
 from task4.ladder import counters, plot, speed, table
 from task4.ladder.rungs import RUNGS, by_number
@@ -175,23 +174,6 @@ def test_a_failing_rung_is_told_and_ends_with_status_1(capsys, monkeypatch):
     assert command.main(["--rung", "1", "--dtype", "float16", "--head-dim", "64"]) == 1
     out = capsys.readouterr().out
     assert "FAILED" in out and "largest error" in out and "python -m task4.ladder.test" in out
-
-
-def test_who_gets_a_rung(monkeypatch):
-    """As on a GPU that has all rungs: 16 bits and float32 with a head_dim of the ladder; nobody on the CPU."""
-    q = torch.randn(1, 9, 2, 64)
-    assert not task4._ladder_may_be_faster(q)
-    asked = []
-    monkeypatch.setattr(task4.ladder, "fastest", lambda *of: asked.append(of) or by_number(3))
-    fake = type(
-        "OnGpu", (torch.Tensor,), {"device": property(lambda self: torch.device("cuda", 0))}
-    )
-    assert not task4._ladder_may_be_faster(
-        q.as_subclass(fake)
-    )  # rung 3 is no faster than the task's own
-    monkeypatch.setattr(task4.ladder, "fastest", lambda *of: by_number(14))
-    assert task4._ladder_may_be_faster(q.as_subclass(fake))
-    assert asked == [(torch.device("cuda", 0), torch.float32, 64)]
 
 
 def test_nothing_spills_and_no_wgmma_is_serialised():
