@@ -208,7 +208,7 @@ def layer_matches_float64(case, device, rng):
 
     layer = CustomFlashAttention(*weights, case.hidden, case.heads)
     ours = [layer(x, causal=case.causal)]
-    if device.type == "cuda":  # where it may be another kernel
+    if device.type == "cuda":  # where a prompt may get another kernel
         ours.append(_layer_with(fast_attention, layer, x, case.causal))
     for got in ours:
         assert_close(
@@ -244,10 +244,10 @@ def _efficient(q, k, v, causal):
         ).transpose(1, 2)
 
 
-# Your own kernel and, where there is a ladder, the fastest kernel in it for these tensors.
 KERNELS = {"": flash_attention}
-if fast_attention is not flash_attention:
-    KERNELS[" by the fastest rung"] = fast_attention
+# BEGIN STAFF
+KERNELS[" by the fastest rung"] = fast_attention  # a rung of task4/ladder
+# END STAFF
 
 
 @suite.measurement(
@@ -270,7 +270,7 @@ def graded_speedups(device, report):
     )
     for batch, seq, causal in GRADED:
         name = _graded_name(batch, seq, causal)
-        # x, q, k, v, the outputs, the packed qkv of the baseline and what a rung works in, fp32, with room for copies
+        # x, q, k, v, the outputs, the packed qkv of the baseline and a workspace, fp32, with room for copies
         batch, note = fit_batch(batch, lambda b, seq=seq: 14 * 4 * b * seq * HIDDEN, device, name)
         shape = f"B{batch} S{seq} hidden {HIDDEN}, {HEADS} heads, {'causal' if causal else 'non-causal'}"
         x = torch.randn(batch, seq, HIDDEN, device=device)
