@@ -36,8 +36,8 @@ AXES = ("batch", "row", "column")
 
 
 @pytest.fixture(autouse=True)
-def as_in_the_course(check_seed):
-    torch.manual_seed(check_seed)
+def as_in_the_course(pytestconfig):
+    torch.manual_seed(pytestconfig.getoption("--seed"))
     with torch.no_grad():
         yield
 
