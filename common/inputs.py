@@ -32,30 +32,20 @@ def expect(
     A word in ``shape`` stands for any size: ``("batch", "seq", 64)``.
     """
     dtypes = (dtype,) if isinstance(dtype, torch.dtype) else dtype
-    if (
+    fits = (
         isinstance(value, Tensor)
+        and value.dim() == len(shape)
+        and all(isinstance(s, str) or s == n for s, n in zip(shape, value.shape, strict=True))
         and (dtypes is None or value.dtype in dtypes)
         and (device is None or value.device == device)
-        and _has_shape(value, shape)
-    ):
-        return
-    wanted = "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
-    if dtypes is not None:
-        wanted += " " + " or ".join(map(dtype_name, dtypes))
-    if device is not None:
-        wanted += f" on {device}"
-    raise ValueError(f"{name} must be {wanted}; got {describe(value)}")
-
-
-def _has_shape(tensor: Tensor, shape: Sequence[int | str]) -> bool:
-    found = tensor.shape
-    if len(found) != len(shape):
-        return False
-    # a generator takes twice as long, and a decode step checks a dozen tensors
-    for n, wanted in zip(found, shape, strict=True):  # noqa: SIM110
-        if n != wanted and not isinstance(wanted, str):
-            return False
-    return True
+    )
+    if not fits:
+        wanted = "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
+        if dtypes is not None:
+            wanted += " " + " or ".join(map(dtype_name, dtypes))
+        if device is not None:
+            wanted += f" on {device}"
+        raise ValueError(f"{name} must be {wanted}; got {describe(value)}")
 
 
 def check_head_split(hidden_dim: int, num_heads: int, name: str = "hidden_dim") -> int:

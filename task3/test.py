@@ -1,7 +1,4 @@
-"""Task 3: your tiled attention in PyTorch, checked against float64.
-
-python -m task3.test [--attention | --causal | --layer]
-"""
+"""Task 3's checks: python -m task3.test [--attention] [--causal] [--layer]"""
 
 from collections.abc import Callable
 

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.check import Rng, assert_close
-from common.check.rng import new_seed
 from common.layer import AttentionLayer
 
 HIDDEN, HEADS = 48, 3
@@ -21,9 +20,7 @@ DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 @pytest.fixture(params=DEVICES)
 def rng(request):
-    seed = new_seed()
-    print(f"seed {seed}")  # shown if the test fails
-    return Rng(seed, request.param, "layer")
+    return Rng(request.config.getoption("--seed"), request.param, "layer")
 
 
 def make_mha(rng):

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from common.paths import ROOT
-from task4 import prefill
-from task4.ladder import rungs
+from task4 import ladder, prefill
 from task4.ladder.rungs import RUNGS, by_number
 from task4.prefill import fast_attention
 from task6.test import count_launches
@@ -41,8 +40,8 @@ def ran(monkeypatch):
         ran.asked.append(of)
         return ran.best
 
-    monkeypatch.setattr(rungs, "fastest", fastest)
-    monkeypatch.setattr(rungs, "prepared", prepared)
+    monkeypatch.setattr(ladder, "fastest", fastest)
+    monkeypatch.setattr(ladder, "prepared", prepared)
     monkeypatch.setattr(prefill, "flash_attention", lambda *qkv, **options: ran.append(OWN))
     return ran
 
@@ -61,7 +60,7 @@ def test_only_a_faster_rung_replaces_the_own_kernel(ran, rung):
 
 def test_a_rung_for_other_alignments_may_be_slower_than_the_own_kernel(ran, monkeypatch, caplog):
     ran.best = by_number(3)  # the fastest that can load these
-    monkeypatch.setattr(rungs, "fastest", lambda *of: by_number(14))
+    monkeypatch.setattr(ladder, "fastest", lambda *of: by_number(14))
     with caplog.at_level("INFO", logger="task4.ladder"):
         fast_attention(*qkv())
     assert ran == [OWN]
@@ -89,18 +88,28 @@ def test_the_cpu_runs_the_own_kernel(ran):
     assert ran == [OWN] and not ran.asked
 
 
+@pytest.mark.parametrize("rung", [None, *RUNGS], ids=str)
+def test_float32_in_16_bit_parts_is_what_such_a_rung_does(ran, rung):
+    ran.best = rung
+    on_gpu, on_cpu = qkv()[0], torch.randn(1, 9, 2, 64)
+    assert prefill.splits_float32(on_gpu) == bool(rung and rung.split)
+    assert not prefill.splits_float32(on_cpu)
+
+
 def test_a_named_rung_runs():
     q, k, v = (torch.randn(1, 9, 2, 64, dtype=torch.float16) for _ in "qkv")
-    with mock.patch.object(rungs, "ladder_attention") as ladder_attention:
+    with mock.patch.object(ladder, "ladder_attention") as ladder_attention:
         fast_attention(q, k, v, causal=True, rung=9)
     ladder_attention.assert_called_once_with(q, k, v, causal=True, scale=None, rung=9)
 
 
-def test_a_rung_counts_once_as_task_4s_kernel():
+@pytest.mark.parametrize("by_a_rung", [False, True])
+def test_a_rung_counts_as_task_4s_kernel(by_a_rung, monkeypatch):
+    monkeypatch.setattr(prefill, "_a_rung_is_faster", lambda q: by_a_rung)
     q, k, v = (torch.randn(1, 9, 2, 64, dtype=torch.float16) for _ in "qkv")
     with count_launches() as launches:
-        fast_attention(q, k, v, rung=3)
         fast_attention(q, k, v)
+        fast_attention(q, k, v, causal=True)
     assert launches == {"task4 flash_attention": 2}
 
 

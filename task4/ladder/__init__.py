@@ -6,6 +6,6 @@ __main__   build, check and time them:   python -m task4.ladder
 speed      timing beside PyTorch's kernels;  table, plot: what is made of it;  counters: what bounds a rung
 """
 
-from task4.ladder.rungs import RUNGS, Rung, ladder_attention
+from task4.ladder.rungs import RUNGS, Rung, fastest, ladder_attention, prepared
 
-__all__ = ["RUNGS", "Rung", "ladder_attention"]
+__all__ = ["RUNGS", "Rung", "fastest", "ladder_attention", "prepared"]
