@@ -12,8 +12,8 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install $(PIP_FLAGS)
 OLDEST := $(shell sed -n 's/^requires-python = ">=3\.\([0-9]*\).*/\1/p' pyproject.toml)
 
-# The CUDA compiler from PyPI is installed as well where there is a GPU and no nvcc.
-EXTRAS = $(shell command -v nvcc >/dev/null 2>&1 || ! nvidia-smi -L 2>/dev/null | grep -q GPU || echo cuda)
+# Where there is a GPU: nvidia-ml-py, and the CUDA compiler from PyPI if there is no other.
+EXTRAS = $(shell if nvidia-smi -L 2>/dev/null | grep -q GPU; then echo gpu; command -v nvcc >/dev/null 2>&1 || echo cuda; fi)
 
 # Requirements that pip reads, from pyproject.toml: "pinned", or the names of extras.
 requirements = $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \

@@ -185,7 +185,7 @@ def test_versions_in_the_texts_are_those_of_pyproject() -> None:
         PAGES
     ):  # a version of a package is said in pyproject.toml, and in what a program has written
         text = re.sub(
-            r"<!-- (figures|grade|ladder):.*?<!-- (end|figures: end)",
+            r"<!-- (figures|grade|ladder|train):.*?<!-- (end|figures: end)",
             "",
             read(file),
             flags=re.DOTALL,
