@@ -12,7 +12,7 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install $(PIP_FLAGS)
 OLDEST := $(shell sed -n 's/^requires-python = ">=3\.\([0-9]*\).*/\1/p' pyproject.toml)
 
-# Where there is a GPU: nvidia-ml-py, and the CUDA compiler from PyPI if there is no other.
+# Where there is a GPU: what tells its driver, and the CUDA compiler from PyPI if there is no other.
 EXTRAS = $(shell if nvidia-smi -L 2>/dev/null | grep -q GPU; then echo gpu; command -v nvcc >/dev/null 2>&1 || echo cuda; fi)
 
 # Requirements that pip reads, from pyproject.toml: "pinned", or the names of extras.
