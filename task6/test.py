@@ -285,16 +285,17 @@ def suspects(
 
 @contextmanager
 def count_launches() -> Iterator[Counter[str]]:
-    """Counts the launches inside the context: ``{"task4 flash_attention": 2, ...}``.
-
-    A rung of the ladder in its place counts as task 4's kernel.
-    """
+    """Counts the launches inside the context: ``{"task4 flash_attention": 2, ...}``."""
     counts: Counter[str] = Counter()
     launch = Kernels.launch
 
     def counted(self: Kernels, name: str, /, **arguments: object) -> None:
-        task = self.source.parent.name
-        counts["task4 flash_attention" if task == "ladder" else f"{task} {name}"] += 1
+        kernel = f"{self.source.parent.name} {name}"
+        # BEGIN STAFF
+        if self.source.parent.name == "ladder":  # a rung, in place of task 4's kernel
+            kernel = "task4 flash_attention"
+        # END STAFF
+        counts[kernel] += 1
         launch(self, name, **arguments)
 
     with mock.patch.object(Kernels, "launch", counted):

@@ -456,12 +456,17 @@ def _models(
 
 @contextmanager
 def _launches() -> Iterator[Counter[str]]:
-    """Counts the launches of our kernels by name, where they are made; a rung of the ladder as task 4's kernel."""
+    """Counts the launches of our kernels by name, where they are made."""
     counts: Counter[str] = Counter()
     launch = Kernels.launch
 
     def counted(self: Kernels, name: str, /, **arguments: Any) -> None:
-        counts["flash_attention" if self.source.parent.name == "ladder" else name] += 1
+        kernel = name
+        # BEGIN STAFF
+        if self.source.parent.name == "ladder":  # a rung, in place of task 4's kernel
+            kernel = "flash_attention"
+        # END STAFF
+        counts[kernel] += 1
         launch(self, name, **arguments)
 
     with patch.object(Kernels, "launch", counted):
