@@ -1,6 +1,6 @@
-# Everything runs from .venv, which is made and filled on first use.
-#   PYTHON=python3.12     the Python to make it from (3.11 or newer)
-#   PIP_FLAGS=...         more options for pip. On a machine without a GPU a smaller torch does:
+# Everything runs from .venv, which is created and filled on first use.
+#   PYTHON=python3.12     the Python to create it from (pyproject.toml has the range)
+#   PIP_FLAGS=...         more options for pip. A machine without a GPU can take a smaller torch:
 #                         make grade PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'
 #   ARGS=...              passed on: make test ARGS='task4 -x'
 
@@ -10,27 +10,27 @@ ARGS ?=
 
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install $(PIP_FLAGS)
+OLDEST := $(shell sed -n 's/^requires-python = ">=3\.\([0-9]*\).*/\1/p' pyproject.toml)
 
 # Where there is a GPU: what tells its driver, and the CUDA compiler from PyPI if there is no other.
 EXTRAS = $(shell if nvidia-smi -L 2>/dev/null | grep -q GPU; then echo gpu; command -v nvcc >/dev/null 2>&1 || echo cuda; fi)
 
-# A list that pip reads, from the one list that there is.
-requirements = $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	base = p["dependencies"] if "base" in sys.argv else []; \
-	extras = p["optional-dependencies"]; \
-	print(*base, *(r for e in sys.argv[1:] for r in extras.get(e, [])), sep="\n")'
+# Requirements that pip reads, from pyproject.toml: "pinned", or the names of extras.
+requirements = $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
+	lists = p["project"]["optional-dependencies"] | p["tool"]["course"]; \
+	print(*(r for name in sys.argv[1:] for r in lists[name]), sep="\n")'
 
-CPP_FILES = $(shell find common task* -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
-
-.PHONY: help grade test ladder format lint cuda-compiler clean
+.PHONY: help grade test cuda-compiler clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make grade    build, check, time and grade all seven tasks; fills Results.md'
-	@echo 'make test     all tests, with pytest'
-	@echo 'make ladder   build, check and time the ladder of attention kernels; fills its README.md'
-	@echo 'make lint     check style (ruff, clang-format);  make format  fix it'
-	@echo 'make clean    remove what was built; .venv stays'
+	@echo 'make grade    build, check, time and grade all seven tasks; fills in Results.md'
+	@echo 'make test     run all tests with pytest'
+# BEGIN STAFF
+	@echo 'make ladder   build, check and time the ladder of attention kernels; fills in its tables'
+	@echo 'make lint     check the style (ruff, clang-format);  make format  corrects it'
+# END STAFF
+	@echo 'make clean    remove what was built; keeps .venv'
 
 grade: .venv/installed
 	@$(PY) -m common.grade $(ARGS)
@@ -38,7 +38,12 @@ grade: .venv/installed
 test: .venv/installed
 	@$(PY) -m pytest $(ARGS)
 
-# With the picture: matplotlib is installed for this alone.
+# BEGIN STAFF
+.PHONY: ladder format lint
+
+CPP_FILES = $(shell find common task* -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
+
+# matplotlib, which draws the pictures, is installed for this target only.
 ladder: .venv/installed-plot
 	@$(PY) -m task4.ladder $(ARGS)
 
@@ -53,6 +58,7 @@ format: .venv/installed-dev
 	$(PY) -m ruff format .
 	@test -z '$(CPP_FILES)' || .venv/bin/clang-format -i $(CPP_FILES)
 
+# END STAFF
 # The CUDA compiler from PyPI, on any machine.
 cuda-compiler: .venv/installed-cuda
 
@@ -60,14 +66,14 @@ clean:
 	rm -rf .build .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-# The stamps are written last, so an interrupted installation is taken up again.
+# The stamps are written last, so an interrupted installation is resumed.
 .venv/installed: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
-	  { echo 'Python 3.11 or newer is needed; $(PYTHON) is not. Try: make PYTHON=python3.12'; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, $(OLDEST)))' 2>/dev/null || \
+	  { echo 'Python 3.$(OLDEST) or newer is needed; $(PYTHON) is not. Try: make PYTHON=python3.12'; exit 1; }
 	@$(PYTHON) -m venv .venv || \
-	  { echo "Could not make .venv with $(PYTHON). On Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
+	  { echo "Could not create .venv with $(PYTHON). On Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
 	@echo 'Installing the requirements into .venv (once; torch is large) ...'
-	@$(requirements) base $(EXTRAS) > .venv/requirements.txt
+	@$(requirements) pinned $(EXTRAS) > .venv/requirements.txt
 	@$(PIP) -r .venv/requirements.txt
 	@touch $@
 

@@ -27,7 +27,7 @@ def expect(
     dtype: torch.dtype | Sequence[torch.dtype] | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Raise ValueError unless ``value`` is a plain tensor of this shape, dtype and device.
+    """Raise ValueError unless ``value`` is a tensor of this shape, dtype and device.
 
     A word in ``shape`` stands for any size: ``("batch", "seq", 64)``.
     """
@@ -49,7 +49,7 @@ def expect(
 
 
 def check_head_split(hidden_dim: int, num_heads: int, name: str = "hidden_dim") -> int:
-    """The head_dim of ``hidden_dim`` split over ``num_heads``; ValueError if it does not divide."""
+    """``hidden_dim / num_heads``; ValueError unless it is a positive whole number."""
     if num_heads < 1 or hidden_dim < 1 or hidden_dim % num_heads:
         raise ValueError(
             f"{name} must be a positive multiple of num_heads; got {name} {hidden_dim}, num_heads {num_heads}"
@@ -58,7 +58,7 @@ def check_head_split(hidden_dim: int, num_heads: int, name: str = "hidden_dim") 
 
 
 def check_head_dim(head_dim: int, limit: int = MAX_HEAD_DIM) -> None:
-    """ValueError unless the kernel has room for this head_dim."""
+    """ValueError for a head_dim that the kernel is not compiled for."""
     if not 1 <= head_dim <= limit:
         raise ValueError(f"head_dim must be from 1 to {limit} for this kernel; got {head_dim}")
 
@@ -70,8 +70,8 @@ def check_device(tensor: Tensor) -> None:
 
 
 def check_contiguous_rows(name: str, tensor: Tensor) -> None:
-    """ValueError unless the last dimension is contiguous, the one thing the kernels ask of a layout."""
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    """ValueError unless the last dimension is contiguous, the kernels' only requirement on strides."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(
             f"{name} must have a contiguous last dimension (stride 1); got strides {tensor.stride()}"
         )
@@ -173,14 +173,14 @@ def check_cache(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_lengths(name: str, lengths: Tensor | None, q: Tensor) -> None:
-    """ValueError unless ``lengths`` is None or one int32 a sequence, where q is."""
+    """ValueError unless ``lengths`` is None or one int32 per sequence on q's device."""
     if lengths is not None:
         expect(name, lengths, shape=(q.shape[0],), dtype=torch.int32, device=q.device)
         check_contiguous_rows(name, lengths)
 
 
 def kv_heads_of(q_heads: Tensor, k: Tensor) -> int:
-    """How many heads of q's head_dim lie side by side in ``k (batch, kv_len, kv_heads * head_dim)``."""
+    """Number of heads of q's head_dim in ``k (batch, kv_len, kv_heads * head_dim)``."""
     expect("k", k, shape=("batch", "kv_len", "kv_heads * head_dim"))
     head_dim = q_heads.shape[-1]
     if k.shape[-1] % head_dim:

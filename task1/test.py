@@ -1,5 +1,9 @@
-"""Task 1's checks: python -m task1.test [--attention] [--causal]"""
+"""Task 1: your attention, checked against torch.nn.MultiheadAttention with the same weights.
 
+python -m task1.test [--attention | --causal]
+"""
+
+import copy
 from collections.abc import Callable
 
 import torch
@@ -25,7 +29,7 @@ CASES = [
         "ragged", why="no size is a power of two", **ONE | {"batch": 3, "seq": 37, "head_dim": 20}
     ),
     Case("one sequence", why="batch 1 must not lose its dimension", **ONE | {"batch": 1}),
-    Case("one head", why="heads are then not to be seen at all", **ONE | {"heads": 1}),
+    Case("one head", why="splitting into heads then changes nothing", **ONE | {"heads": 1}),
     Case(
         "many heads", why="more heads than tokens", **ONE | {"heads": 24, "seq": 7, "head_dim": 4}
     ),
@@ -38,6 +42,12 @@ CASES = [
         "equal rows", why="all scores equal: every key gets the same weight", **ONE, equal_rows=True
     ),
     Case("strided x", why="x is a slice of a larger tensor and transposed", **ONE, strided=True),
+    Case(
+        "separate weights",
+        why="w_q, w_k and w_v need not be slices of one tensor",
+        **ONE,
+        separate=True,
+    ),
     Case("float64", why="no step may fall back to float32", **ONE | {"dtype": torch.float64}),
     Case("bfloat16", why="the dtype of large models", **ONE | {"dtype": torch.bfloat16}),
     Case("float16", why="numbers above 65504 do not exist", **ONE | {"dtype": torch.float16}),
@@ -62,7 +72,7 @@ def causal_attention_matches_multihead_attention(
     kernels=False,
 )
 def later_tokens_do_not_matter(case: Case, device: torch.device, rng: Rng) -> None:
-    layer = CustomSelfAttention(*make_weights(case, rng), hidden(case), case.heads)
+    layer = make_layer(make_mha(case, rng))
     x = make_x(case, rng)
     before = layer(x, causal=True)
     x[:, 9:] = rng.randn(case.batch, case.seq - 9, hidden(case))
@@ -75,19 +85,18 @@ def later_tokens_do_not_matter(case: Case, device: torch.device, rng: Rng) -> No
 
 @suite.check(
     "attention",
-    [Case("to float64", why="a layer whose weights stay behind fails only far from home", **ONE)],
+    [Case("to float64", why="weights outside of the module would stay in float32", **ONE)],
     kernels=False,
 )
 def weights_are_part_of_the_module(case: Case, device: torch.device, rng: Rng) -> None:
-    layer = CustomSelfAttention(*make_weights(case, rng), hidden(case), case.heads)
-    assert set(layer.state_dict()) == {"w_q", "w_k", "w_v", "w_o"}, (
-        f"state_dict() should hold w_q, w_k, w_v and w_o; it holds {sorted(layer.state_dict())}"
+    mha = make_mha(case, rng)
+    layer = make_layer(mha)
+    assert set(layer.state_dict()) == {"w_qkv", "w_o"}, (
+        f"state_dict() should hold w_qkv and w_o; it holds {sorted(layer.state_dict())}"
     )
     x = make_x(case, rng)
-    pytorch = reference(layer, x, causal=False)
-    layer.to(torch.float64)
-    got = layer(x.double())
-    truth = float64_attention(layer, x, causal=False)
+    got = layer.to(torch.float64)(x.double())
+    truth, pytorch = float64_attention(mha, x, causal=False), reference(mha, x, causal=False)
     assert_close(got, truth, pytorch, axes=AXES, dtype=torch.float64)
 
 
@@ -101,7 +110,7 @@ def weights_are_part_of_the_module(case: Case, device: torch.device, rng: Rng) -
     kernels=False,
 )
 def wrong_input_is_refused(case: Case, device: torch.device, rng: Rng) -> None:
-    layer = CustomSelfAttention(*make_weights(case, rng), hidden(case), case.heads)
+    layer = make_layer(make_mha(case, rng))
     x = rng.randn(
         *case.values.get("shape", (2, 17, 64)), dtype=case.values.get("given", torch.float32)
     )
@@ -115,31 +124,46 @@ def wrong_input_is_refused(case: Case, device: torch.device, rng: Rng) -> None:
 
 def compare(case: Case, device: torch.device, rng: Rng, *, causal: bool) -> None:
     """The layer against float64, with nn.MultiheadAttention saying what the dtype loses."""
-    weights = make_weights(case, rng)
+    mha = make_mha(case, rng)
     x = make_x(case, rng)
     kept = x.clone()
-    layer = CustomSelfAttention(*weights, hidden(case), case.heads)
+    layer = make_layer(mha, separate=case.values.get("separate", False))
     got = layer(x, causal=causal)
     assert torch.equal(x, kept), "x was changed"
-    if case.dtype == torch.float64:  # its loss is float32's, scaled
-        narrow = CustomSelfAttention(*(w.float() for w in weights), hidden(case), case.heads)
-        pytorch = reference(narrow, x.float(), causal)
-    else:
-        pytorch = reference(layer, x, causal)
+    # float64 loses what float32 does, scaled.
+    narrow = torch.float32 if case.dtype == torch.float64 else case.dtype
     assert_close(
         got,
-        float64_attention(layer, x, causal),
-        pytorch,
+        float64_attention(mha, x, causal),
+        reference(copy.deepcopy(mha).to(narrow), x.to(narrow), causal),
         axes=AXES,
-        suspects=suspects(layer, x, causal),
+        suspects=suspects(mha, x, causal),
         dtype=case.dtype,
     )
 
 
-def make_weights(case: Case, rng: Rng) -> list[Tensor]:
-    """w_q, w_k, w_v, w_o, of a size that keeps activations near 1."""
+def make_mha(case: Case, rng: Rng) -> nn.MultiheadAttention:
+    """PyTorch's layer, with weights of a size that keeps activations near 1.
+
+    They require gradients, as PyTorch makes them: otherwise its matmul takes another path, which rounds q, k and v
+    differently, and with large magnitudes one near tie between two scores decides the comparison.
+    """
     n = hidden(case)
-    return [rng.randn(n, n, dtype=case.dtype, scale=n**-0.5) for _ in range(4)]
+    mha = nn.MultiheadAttention(
+        n, case.heads, bias=False, batch_first=True, device=rng.device, dtype=case.dtype
+    )
+    with torch.no_grad():
+        mha.in_proj_weight.copy_(rng.randn(3 * n, n, dtype=case.dtype, scale=n**-0.5))
+        mha.out_proj.weight.copy_(rng.randn(n, n, dtype=case.dtype, scale=n**-0.5))
+    return mha
+
+
+def make_layer(mha: nn.MultiheadAttention, *, separate: bool = False) -> CustomSelfAttention:
+    """Your layer on PyTorch's weights; ``separate``: on copies of its w_q, w_k and w_v."""
+    weights = mha.in_proj_weight.chunk(3)
+    if separate:
+        weights = [w.clone() for w in weights]
+    return CustomSelfAttention(*weights, mha.out_proj.weight, mha.embed_dim, mha.num_heads)
 
 
 def make_x(case: Case, rng: Rng) -> Tensor:
@@ -158,26 +182,16 @@ def hidden(case: Case) -> int:
     return case.heads * case.head_dim
 
 
-def reference(layer: CustomSelfAttention, x: Tensor, causal: bool) -> Tensor:
-    """The same by nn.MultiheadAttention, in the dtype of x. Its weights are stored transposed."""
-    mha = nn.MultiheadAttention(
-        layer.hidden_dim,
-        layer.num_heads,
-        bias=False,
-        batch_first=True,
-        device=x.device,
-        dtype=x.dtype,
-    )
+def reference(mha: nn.MultiheadAttention, x: Tensor, causal: bool) -> Tensor:
+    """The same by nn.MultiheadAttention, in the dtype of x."""
+    seq = x.shape[1]
+    after = torch.ones(seq, seq, dtype=torch.bool, device=x.device).triu(diagonal=1)
     with torch.no_grad():
-        mha.in_proj_weight.copy_(torch.cat([layer.w_q, layer.w_k, layer.w_v], dim=1).T)
-        mha.out_proj.weight.copy_(layer.w_o.T)
-        seq = x.shape[1]
-        after = torch.ones(seq, seq, dtype=torch.bool, device=x.device).triu(diagonal=1)
         return mha(x, x, x, attn_mask=after if causal else None, need_weights=False)[0]
 
 
 def float64_attention(
-    layer: CustomSelfAttention,
+    mha: nn.MultiheadAttention,
     x: Tensor,
     causal: bool,
     *,
@@ -189,32 +203,31 @@ def float64_attention(
     transposed: bool = False,
 ) -> Tensor:
     """The definition in float64; the keywords are the mistakes that people make."""
-    w_q, w_k, w_v, w_o = (w.double() for w in (layer.w_q, layer.w_k, layer.w_v, layer.w_o))
-    if transposed:
-        w_q, w_k, w_v, w_o = w_q.T, w_k.T, w_v.T, w_o.T
-    split = (heads or layer.num_heads, -1)
-    q, k, v = ((x.double() @ w).unflatten(-1, split).transpose(1, 2) for w in (w_q, w_k, w_v))
-    S = q @ k.transpose(-1, -2) * (layer.head_dim**-0.5 if scale is None else scale)
+    weights = [w.detach().double() for w in (*mha.in_proj_weight.chunk(3), mha.out_proj.weight)]
+    w_q, w_k, w_v, w_o = (w.T for w in weights) if transposed else weights
+    split = (heads or mha.num_heads, -1)
+    q, k, v = ((x.double() @ w.T).unflatten(-1, split).transpose(1, 2) for w in (w_q, w_k, w_v))
+    S = q @ k.transpose(-1, -2) * (mha.head_dim**-0.5 if scale is None else scale)
     if causal:
         S = S.masked_fill(torch.ones_like(S, dtype=torch.bool).triu(1), -torch.inf)
     o = torch.softmax(S, dim=softmax_dim) @ v  # (batch, heads, seq, head_dim)
     o = o.reshape(x.shape) if mixed else o.transpose(1, 2).flatten(2)  # (batch, seq, hidden)
-    return o @ w_o if output else o
+    return o @ w_o.T if output else o
 
 
 def suspects(
-    layer: CustomSelfAttention, x: Tensor, causal: bool
+    mha: nn.MultiheadAttention, x: Tensor, causal: bool
 ) -> dict[str, Callable[[], Tensor]]:
     """What comes out when one step is wrong; computed only after a failure."""
 
     def with_mistake(causal: bool = causal, **mistake: object) -> Callable[[], Tensor]:
-        return lambda: float64_attention(layer, x, causal, **mistake)  # type: ignore[arg-type]
+        return lambda: float64_attention(mha, x, causal, **mistake)  # type: ignore[arg-type]
 
     mask = "the causal mask is missing" if causal else "the causal mask is applied unasked"
     found = {
         "the scale 1 / sqrt(head_dim) is missing": with_mistake(scale=1.0),
-        "the scale is 1 / head_dim": with_mistake(scale=1 / layer.head_dim),
-        "the scale is 1 / sqrt(hidden_dim)": with_mistake(scale=layer.hidden_dim**-0.5),
+        "the scale is 1 / head_dim": with_mistake(scale=1 / mha.head_dim),
+        "the scale is 1 / sqrt(hidden_dim)": with_mistake(scale=mha.embed_dim**-0.5),
         "the heads are not separated": with_mistake(heads=1),
         "the heads are put side by side without going back to (batch, seq, heads, head_dim)": (
             with_mistake(mixed=True)

@@ -4,6 +4,8 @@ python -m task2.test [--softmax | --gemm | --attention] [--check]
 """
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.check import Case, Suite, assert_close
 from common.check.attention import attention_float64, attention_pytorch
@@ -13,7 +15,7 @@ suite = Suite(
     "task2",
     title="naive attention in CUDA",
     points=3,
-    sources=("task2/attention.py", "task2/attention_kernel.cu"),
+    sources=("task2/attention.py", "task2/attention_kernel.cu", "common/layer.py"),
 )
 
 SOFTMAX = [
@@ -21,47 +23,59 @@ SOFTMAX = [
     Case("shorter than the block", why="most threads have nothing to add", small=True, rows=3, n=37),
     Case("one past the block", why="one thread has two elements", small=True, rows=2, n=257),
     Case("long rows", why="each thread strides over the row", rows=64, n=3000),
-    Case("many rows", why="the grid is the batch", rows=1000, n=100),
+    Case("many rows", why="the grid is the number of rows", rows=1000, n=100),
     Case("large values", why="exp(1000) overflows unless the maximum is subtracted", small=True, rows=4, n=300, shift=1000.0),
     Case("very negative values", why="exp(-1000) is 0 everywhere unless the maximum is subtracted", rows=4, n=300, shift=-1000.0),
     Case("equal elements", why="every element is 1 / n", rows=4, n=300, scale=0.0),
     Case("some -inf", why="masked elements must become exactly 0", small=True, rows=4, n=90, masked=0.5),
-    Case("rows of -inf", why="a row that may look at nothing becomes 0, not NaN", small=True, rows=4, n=90, masked=1.0),
-    Case("down the columns", why="dim 0: elements of a row lie apart", rows=130, n=40, dim=0),
+    Case("rows of -inf", why="a row that sees no key becomes 0, not NaN", small=True, rows=4, n=90, masked=1.0),
+    Case("down the columns", why="dim 0: the elements of a row are a stride apart", rows=130, n=40, dim=0),
     Case("a slice", why="rows further apart than they are long", rows=40, n=130, padding=7),
-    Case("a batch", why="(batch, rows, n), as the course calls it", small=True, batch=3, rows=5, n=40),
-    Case("a batch, dim -2", why="down the columns of each matrix", small=True, batch=3, rows=40, n=7, dim=-2),
-    Case("a batch of slices", why="three different strides", batch=3, rows=33, n=20, padding=5, dim=-2),
+    Case("a batch", why="(batch, rows, n): one block per row of each matrix", small=True, batch=3, rows=5, n=37),
+    Case("a batch, down the columns", why="dim -2: the elements of a row are a stride apart", small=True, batch=3, rows=37, n=5, dim=-2),
+    Case("a batch, long columns", why="one past the block, in every column", batch=2, rows=257, n=40, dim=-2),
+    Case("a batch of slices", why="matrices further apart than they are large", batch=4, rows=40, n=130, padding=7),
+    Case("a batch of slices, down the columns", why="both at once", batch=4, rows=130, n=40, padding=7, dim=-2),
+    Case("a transposed batch", why="the first stride is smaller than the second", small=True, batch=3, rows=4, n=50, transposed=True),
+    Case("course size", why="the sizes of the handout", devices=("cuda",), batch=64, rows=128, n=1024),
+    Case("course size, down the columns", why="the sizes of the handout", devices=("cuda",), batch=64, rows=1024, n=128, dim=-2),
 ]  # fmt: skip
 
 
 @suite.check("softmax", SOFTMAX)
 def softmax_matches_float64(case, device, rng):
-    v = case.values
-    batch = (v["batch"],) if "batch" in v else ()
-    width = case.n + v.get("padding", 0)
-    x = rng.randn(*batch, case.rows, width, scale=v.get("scale", 3.0)) + v.get("shift", 0.0)
-    x = x[..., : case.n]
-    x.masked_fill_(
-        rng.uniform(0, 1, *x.shape) < v.get("masked", 0.0), -torch.inf
-    )  # in place: or a slice would be copied
-    dim = v.get("dim", -1)
-    truth = x.double().softmax(dim).nan_to_num(0.0)
-    pytorch = x.softmax(dim).nan_to_num(0.0)
+    x = _softmax_input(case, rng)
+    dim = case.values.get("dim", -1)
+    other = -1 if dim in (0, -2) else -2
+
+    def by_pytorch(x, dim=dim):
+        return x.softmax(dim).nan_to_num(0.0)
+
     assert_close(
         attention.test_batched_softmax(x, dim),
-        truth,
-        pytorch,
+        by_pytorch(x.double()),
+        by_pytorch(x),
         axes=("batch", "row", "column")[-x.dim() :],
         suspects={
-            "the sum is over the other dimension": lambda: (
-                x.double().softmax(-3 - dim if dim < 0 else 1 - dim).nan_to_num(0.0)
-            ),
+            "the sum is over the other dimension": lambda: by_pytorch(x.double(), other),
             "the division by the sum is missing": lambda: (
                 x.double() - x.double().amax(dim, True)
             ).exp(),
         },
     )
+
+
+def _softmax_input(case, rng):
+    """``(rows, n)``, or ``(batch, rows, n)`` where the case has a batch."""
+    v = case.values
+    shape = [case.batch] if "batch" in v else []
+    shape += [case.rows, case.n + v.get("padding", 0)]
+    if v.get("transposed"):
+        shape[:2] = shape[1::-1]
+    x = rng.randn(*shape, scale=v.get("scale", 3.0), shift=v.get("shift", 0.0))
+    x.masked_fill_(rng.uniform(0, 1, *shape) < v.get("masked", 0.0), -torch.inf)
+    x = x[..., : case.n]
+    return x.transpose(0, 1) if v.get("transposed") else x
 
 
 GEMM = [
@@ -73,24 +87,33 @@ GEMM = [
     Case("an outer product", why="K of 1", batch=1, M=70, N=65, K=1),
     Case("tall and thin", why="more row tiles than column tiles", batch=2, M=250, N=20, K=64),
     Case("head_dim 80", why="K not a power of two", batch=4, M=100, N=100, K=80),
-    Case("strided rows", why="rows further apart than they are long", small=True, batch=2, M=40, N=33, K=20, padding=5),
-    Case("transposed", why="columns further apart than rows", small=True, batch=2, M=40, N=33, K=35, transposed=True),
-    Case("every second column", why="no dimension is contiguous", batch=2, M=20, N=33, K=35, padding=3, step=2),
-    Case("one matrix for all", why="a batch stride of 0", batch=3, M=20, N=33, K=35, expanded=True),
+    Case("strided rows", why="rows further apart than they are long", small=True, batch=2, M=40, N=33, K=20, layout="padded"),
+    Case("transposed", why="the elements of a row are a stride apart", small=True, batch=2, M=40, N=33, K=35, layout="transposed"),
+    Case("interleaved", why="(rows, batch, n) in memory, as the heads of a sequence are", small=True, batch=3, M=40, N=33, K=35, layout="interleaved"),
+    Case("every other element", why="no stride is 1", batch=2, M=40, N=70, K=35, layout="spread"),
+    Case("one matrix for all", why="expand() repeats a matrix with a stride of 0", batch=3, M=40, N=33, K=35, layout="expanded"),
     Case("course size", why="the sizes of the handout", devices=("cuda",), batch=4, M=1000, N=1000, K=1000),
 ]  # fmt: skip
 
 
 def _matrices(case, rng, *shapes):
-    v = case.values
-    step = v.get("step", 1)
-    batch = 1 if v.get("expanded") else case.batch
-    matrices = []
-    for m, n in shapes:
-        m, n = (n, m) if v.get("transposed") else (m, n)
-        x = rng.randn(batch, m, step * n + v.get("padding", 0))[:, :, : step * n : step]
-        matrices.append((x.mT if v.get("transposed") else x).expand(case.batch, -1, -1))
-    return matrices
+    return [_matrix(case, rng, *shape) for shape in shapes]
+
+
+def _matrix(case, rng, m, n):
+    """``(batch, m, n)``, lying in memory as the case's layout says."""
+    match case.values.get("layout"):
+        case "padded":
+            return rng.randn(case.batch, m, n + 5)[:, :, :n]
+        case "transposed":
+            return rng.randn(case.batch, n, m).mT
+        case "interleaved":
+            return rng.randn(m, case.batch, n).transpose(0, 1)
+        case "spread":
+            return rng.randn(case.batch, 2 * m, 2 * n)[:, ::2, 1::2]
+        case "expanded":
+            return rng.randn(1, m, n).expand(case.batch, m, n)
+    return rng.randn(case.batch, m, n)
 
 
 @suite.check("gemm", GEMM)
@@ -117,6 +140,38 @@ def gemm_nn_matches_float64(case, device, rng):
     )
 
 
+IN_PLACE = [
+    Case("transposed", why="a copy is larger than the product", batch=2, M=3, N=4, K=200, layout="transposed"),
+    Case("interleaved", why="a copy is larger than the product", batch=2, M=3, N=4, K=200, layout="interleaved"),
+]  # fmt: skip
+
+
+@suite.check("gemm", IN_PLACE, kernels=False)
+def strided_matrices_are_not_copied(case, device, rng):
+    a, b_nt, b_nn = _matrices(case, rng, (case.M, case.K), (case.N, case.K), (case.K, case.N))
+    for gemm, b in ((attention.test_batched_GEMM_NT, b_nt), (attention.test_batched_GEMM_NN, b_nn)):
+        with _Allocations(a, b) as largest:
+            gemm(a, b)
+        product = case.batch * case.M * case.N
+        assert largest.numel <= product, (
+            f"{gemm.__name__} allocated a tensor of {largest.numel:,} elements; its product has {product:,}"
+        )
+
+
+class _Allocations(TorchDispatchMode):
+    """``numel``: the size of the largest tensor made within it, apart from views of those given."""
+
+    def __init__(self, *given):
+        super().__init__()
+        self.numel, self._given = 0, {t.untyped_storage().data_ptr() for t in given}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in self._given:
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
 ATTENTION = [
     Case("one token", why="the output is v", small=True, batch=1, heads=1, q_len=1, head_dim=64),
     Case("ragged", why="33 rows: one past a tile", small=True, batch=2, heads=2, q_len=33, head_dim=16, causal=True),
@@ -128,7 +183,7 @@ ATTENTION = [
     Case("more queries than keys", why="the first queries see nothing and give 0", batch=1, heads=2, q_len=40, kv_len=25, head_dim=32, causal=True),
     Case("large scores", why="scores in the hundreds", batch=1, heads=2, q_len=40, head_dim=64, scale=10.0),
     Case("equal keys", why="every weight is 1 / kv_len", batch=1, heads=2, q_len=40, head_dim=64, scale=0.0),
-    Case("slices of one qkv tensor", why="rows of q, k and v lie 3 hidden_dim apart", small=True, batch=2, heads=2, q_len=40, head_dim=16, fused=True),
+    Case("slices of one qkv tensor", why="rows of q, k and v are 3 hidden_dim apart", small=True, batch=2, heads=2, q_len=40, head_dim=16, fused=True),
     Case("course size", why="the sizes of the handout", devices=("cuda",), batch=8, heads=32, q_len=512, head_dim=128, causal=True),
 ]  # fmt: skip
 
@@ -165,25 +220,9 @@ def attention_matches_float64(case, device, rng):
 
 
 LAYER = [
-    Case(
-        "causal",
-        why="projections around the kernels",
-        batch=2,
-        seq=40,
-        heads=4,
-        hidden=128,
-        causal=True,
-    ),
-    Case(
-        "not causal",
-        why="projections around the kernels",
-        batch=1,
-        seq=33,
-        heads=2,
-        hidden=64,
-        causal=False,
-    ),
-]
+    Case("causal", why="projections around the kernels", batch=2, seq=40, heads=4, hidden=128, causal=True),
+    Case("not causal", why="projections around the kernels", batch=1, seq=33, heads=2, hidden=64, causal=False),
+]  # fmt: skip
 
 
 @suite.check("attention", LAYER)
@@ -193,8 +232,8 @@ def layer_matches_float64(case, device, rng):
     x = rng.randn(case.batch, case.seq, case.hidden)
 
     def by(attend, x, weights):
-        q, k, v = ((x @ w).unflatten(-1, (case.heads, -1)) for w in weights[:3])
-        return attend(q, k, v, causal=case.causal).flatten(2) @ weights[3]
+        q, k, v = ((x @ w.T).unflatten(-1, (case.heads, -1)) for w in weights[:3])
+        return attend(q, k, v, causal=case.causal).flatten(2) @ weights[3].T
 
     assert_close(
         layer(x, causal=case.causal),

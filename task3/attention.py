@@ -1,19 +1,17 @@
 """Task 3: the forward pass of FlashAttention-2 in PyTorch, one tile at a time.
 
-Naive attention writes the whole S = Q K^T, seq x seq numbers for each head, to memory and reads it back
-twice. FlashAttention never has more of it than one tile of B_r rows by B_c columns. The softmax is kept
-up to date while the tiles of a row come by: m_i is the row's maximum so far, l_i its sum of
-exponentials so far, O_i its sum of values so far. When a tile raises the maximum from m' to m, what was
-added up under m' is too large by exp(m' - m)^-1, and is brought down by exp(m' - m).
+Naive attention writes all of S = Q K^T, seq x seq numbers per head, to memory and reads it back twice. FlashAttention
+never holds more of S than one tile of B_r rows by B_c columns. The softmax is updated tile by tile (online softmax):
+m_i is the maximum of a row so far, l_i its sum of exponentials so far, O_i its weighted sum of values so far. When a
+tile raises the maximum from m' to m, the sums made relative to m' are rescaled by exp(m' - m).
 
-The letters and the line numbers at the ends of lines are those of Algorithm 1 in Dao, "FlashAttention-2",
-arXiv:2307.08691. Its line 10 is printed with a typo,
+The letters, and the line numbers at the ends of lines, are those of Algorithm 1 in Dao, "FlashAttention-2",
+arXiv:2307.08691. Line 10 is printed there with a typo:
 
     O_i = diag(exp(m' - m))^-1 O_i + P V_j
 
-where the ^-1 does not belong: it would divide by exp(m' - m), and blow O_i up each time that the maximum
-grows, where line 9 multiplies l_i by the same factor. The kernel of task 4 does the same steps, with the
-tiles in shared memory and registers.
+The ^-1 is wrong: it divides O_i by exp(m' - m), where line 9 multiplies l_i by the same factor, so O_i would grow each
+time the maximum does. The kernel of task 4 takes the same steps with the tiles in shared memory and registers.
 """
 
 import torch
@@ -32,23 +30,23 @@ def flash_attention(
     B_c: int = 64,
     causal: bool = False,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v for each head, without ever holding q k^T.
+    """softmax(q k^T / sqrt(head_dim)) v for each head, one tile of q k^T at a time.
 
     Args:
-        q: ``(batch, q_len, num_heads * head_dim)``; head h is columns h * head_dim and on.
+        q: ``(batch, q_len, num_heads * head_dim)``; head h is columns ``h * head_dim`` to ``(h + 1) * head_dim``.
         k: ``(batch, kv_len, num_heads * head_dim)``, dtype and device of q.
         v: as k. All three may have any strides.
         num_heads: heads; must divide the width of q.
-        B_r: rows (queries) of a tile, at least 1; need not divide q_len.
-        B_c: columns (keys) of a tile, at least 1; need not divide kv_len.
+        B_r: rows (queries) per tile, at least 1; need not divide q_len.
+        B_c: columns (keys) per tile, at least 1; need not divide kv_len.
         causal: query i sees the keys j <= i + kv_len - q_len: the last query sees all of them.
 
     Returns:
-        ``(batch, q_len, num_heads * head_dim)``, dtype of q. A query that sees no key gets 0.
-        float16 and bfloat16 are added up in float32.
+        ``(batch, q_len, num_heads * head_dim)``, the dtype of q; sums of float16 and bfloat16 are kept in float32. The
+        output of a query that sees no key is 0.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit each other, or a size is below 1.
+        ValueError: shapes, dtypes or devices that do not fit each other, or a size below 1.
     """
     head_dim = _check_arguments(q, k, v, num_heads, B_r, B_c)
     # BEGIN SOLUTION
@@ -68,18 +66,18 @@ def flash_attention(
         l_i = Q_i.new_zeros(*Q_i.shape[:-1], 1)  # (batch, heads, B_r, 1)
         m_i = torch.full_like(l_i, -torch.inf)
 
-        # The last row of this tile sees furthest; tiles beyond it are all mask and are skipped.
+        # The last row of this tile sees the most keys; tiles beyond those are fully masked and skipped.
         seen = min(kv_len, i + len(rows) + offset) if causal else kv_len
         for j in range(0, seen, B_c):  # line 6
             K_j = K[:, :, j : j + B_c].to(wide)  # line 7: (batch, heads, B_c, head_dim)
             V_j = V[:, :, j : j + B_c].to(wide)
             S = Q_i @ K_j.transpose(-1, -2)  # line 8: (batch, heads, B_r, B_c)
-            if causal and j + B_c - 1 > i + offset:  # the tile reaches over the diagonal
+            if causal and j + B_c - 1 > i + offset:  # the tile crosses the diagonal
                 columns = torch.arange(j, j + K_j.shape[2], device=q.device)
                 S = S.masked_fill(columns > rows[:, None] + offset, -torch.inf)
 
             m = torch.maximum(m_i, S.amax(dim=-1, keepdim=True))  # line 9
-            # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: take 0 for it.
+            # A row that has seen no key yet has m = -inf, and -inf - -inf is NaN: use 0 there.
             shift = m.masked_fill(m == -torch.inf, 0)
             P = torch.exp(S - shift)  # line 9
             rescale = torch.exp(m_i - shift)
@@ -89,7 +87,7 @@ def flash_attention(
 
         O_i = O_i / l_i.masked_fill(l_i == 0, 1)  # line 12
         O[:, i : i + B_r] = O_i.transpose(1, 2)  # line 14: (batch, B_r, heads, head_dim)
-    # Lines 13 and 15 keep L = m + log(l) for the backward pass, which this course leaves out.
+    # Lines 13 and 15 store L = m + log(l) for the backward pass, which this course leaves out.
     return O.flatten(2)  # line 17: (batch, q_len, heads * head_dim)
     # END SOLUTION
 
@@ -101,7 +99,7 @@ class CustomFlashAttention(AttentionLayer):
     """
 
     def forward(self, x: Tensor, causal: bool = False) -> Tensor:
-        """As in task 1: ``(batch, seq, hidden_dim)`` to the same.
+        """As in task 1: ``(batch, seq, hidden_dim)`` to the same shape.
 
         Raises:
             ValueError: x has another rank, width, dtype or device than the weights.

@@ -1,13 +1,17 @@
-"""Task 3's checks: python -m task3.test [--attention] [--causal] [--layer]"""
+"""Task 3: your tiled attention in PyTorch, checked against float64.
+
+python -m task3.test [--attention | --causal | --layer]
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.check import Case, Rng, Suite, assert_close
+from common.check import AttentionCase, Case, Rng, Suite, assert_close
 from common.check.attention import attention_float64, attention_pytorch
 from task3.attention import CustomFlashAttention, flash_attention
 
@@ -19,107 +23,102 @@ suite = Suite(
 )
 
 AXES = ("batch", "row", "head", "column")
-ONE = {
-    "batch": 2,
-    "q_len": 32,
-    "kv_len": 32,
-    "heads": 3,
-    "d": 16,
-    "B_r": 16,
-    "B_c": 16,
-    "dtype": torch.float32,
-}
 
 
-def size(q_len: int, kv_len: int | None = None, **others: object) -> dict[str, object]:
-    """Sizes of a case: ONE with other lengths."""
-    return ONE | {"q_len": q_len, "kv_len": q_len if kv_len is None else kv_len} | others
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TileCase(AttentionCase):
+    """An attention in tiles.
+
+    Args:
+        B_r, B_c: rows and columns of a tile.
+        equal_keys: all keys are the first one.
+        ramp: 1: the scores grow with the key, -1: they fall.
+        first: a key where tiles of rows and of columns begin.
+    """
+
+    head_dim: int = 16
+    heads: int = 3
+    B_r: int = 16
+    B_c: int = 16
+    equal_keys: bool = False
+    ramp: int = 0
+    first: int = 32
+
+    def numbers(self, rng: Rng) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().numbers(rng)
+        if self.equal_keys:
+            k = k[:, :1].repeat(1, self.kv_len, 1, 1)
+        if self.ramp:
+            # All entries are positive, and grow (fall) with the key: so do the scores.
+            steps = torch.linspace(0.1, 1.5, self.kv_len, device=k.device)
+            steps = steps if self.ramp > 0 else steps.flip(0)
+            q, k = q.abs(), k.abs() * steps[:, None, None]
+        return q, k, v
 
 
-LONG = size(8, 4096, batch=1, heads=1, B_r=8, B_c=4)
-
+LONG = dict(q_len=8, kv_len=4096, batch=1, heads=1, B_r=8, B_c=4)
 CASES = [
-    Case("one tile", why="no rescale yet", **size(16)),
-    Case("exact tiles", why="two by two tiles, none ragged", **size(32)),
-    Case("one token", why="a single row and a single column", **size(1)),
-    Case("one past a tile", why="the last tile is one row and one column", **size(33)),
-    Case("ragged", why="no size is a multiple of another", **size(37, B_r=8, B_c=5)),
-    Case(
-        "tiles larger than all", why="B_r and B_c beyond the lengths", **size(20, B_r=64, B_c=128)
-    ),
-    Case(
-        "tall tiles",
-        why="B_r > B_c: several columns of tiles on the diagonal",
-        **size(70, B_r=32, B_c=8),
-    ),
-    Case(
-        "wide tiles",
-        why="B_r < B_c: several rows of tiles on the diagonal",
-        **size(70, B_r=8, B_c=32),
-    ),
-    Case("tiles of one", why="each key is a tile: online softmax alone", **size(9, B_r=1, B_c=1)),
-    Case("fewer queries", why="a chunk of queries on a longer cache", **size(19, 45)),
-    Case("one query", why="decoding: it sees every key", **size(1, 45)),
-    Case("more queries", why="causal rows that see no key give 0", **size(45, 19)),
-    Case("head_dim 80", why="a width that is no power of two", **size(40, d=80)),
-    Case(
-        "one sequence, one head", why="dimensions of size 1 must stay", **size(40, batch=1, heads=1)
-    ),
-    Case("long", why="17 tiles a row, the last one ragged", **size(260, batch=1, B_c=16, B_r=64)),
-    Case(
-        "large magnitudes",
-        why="exp overflows unless the maximum is subtracted",
-        **size(40),
-        scale=8.0,
-    ),
-    Case("equal rows", why="every key has the same weight", **size(40), equal_rows=True),
-    Case("rising scores", why="each tile raises the maximum: all is rescaled", **size(64), ramp=1),
-    Case(
-        "falling scores",
-        why="the first tile has the maximum: nothing is rescaled",
-        **size(64),
-        ramp=-1,
-    ),
-    Case(
-        "strided q, k, v",
-        why="slices of one tensor, as a fused projection gives",
-        **size(40),
-        fused=True,
-    ),
-    Case("float64", why="no step may fall back to float32", **size(37, dtype=torch.float64)),
-    Case("bfloat16", why="sums kept in it stop growing", **LONG | {"dtype": torch.bfloat16}),
-    Case("float16", why="sums kept in it lose two digits", **LONG | {"dtype": torch.float16}),
-]
+    TileCase("one tile", why="no rescale yet", q_len=16),
+    TileCase("exact tiles", why="two by two tiles, none ragged", q_len=32),
+    TileCase("one token", why="a single row and a single column", q_len=1),
+    TileCase("one past a tile", why="the last tile is one row and one column", q_len=33),
+    TileCase("ragged", why="no size is a multiple of another", q_len=37, B_r=8, B_c=5),
+    TileCase("tiles larger than all", why="B_r and B_c beyond the lengths", q_len=20, B_r=64, B_c=128),
+    TileCase("tall tiles", why="B_r > B_c: several columns of tiles on the diagonal", q_len=70, B_r=32, B_c=8),
+    TileCase("wide tiles", why="B_r < B_c: several rows of tiles on the diagonal", q_len=70, B_r=8, B_c=32),
+    TileCase("tiles of one", why="each key is a tile: online softmax alone", q_len=9, B_r=1, B_c=1),
+    TileCase("fewer queries", why="a chunk of queries on a longer cache", q_len=19, kv_len=45),
+    TileCase("one query", why="decoding: it sees every key", q_len=1, kv_len=45),
+    TileCase("more queries", why="causal rows that see no key give 0", q_len=45, kv_len=19),
+    TileCase("head_dim 80", why="a width that is no power of two", q_len=40, head_dim=80),
+    TileCase("one sequence, one head", why="dimensions of size 1 must not disappear", q_len=40, batch=1, heads=1),
+    TileCase("long", why="17 tiles per row, the last one ragged", q_len=260, batch=1, B_c=16, B_r=64),
+    TileCase("large magnitudes", why="exp overflows unless the maximum is subtracted", q_len=40, magnitude=8.0),
+    TileCase("equal rows", why="every key has the same weight", q_len=40, equal_keys=True),
+    TileCase("rising scores", why="each tile raises the maximum: all is rescaled", q_len=64, ramp=1),
+    TileCase("falling scores", why="the first tile has the maximum: nothing is rescaled", q_len=64, ramp=-1),
+    TileCase("strided q, k, v", why="slices of one tensor, as a fused projection gives", q_len=40, layout="fused"),
+    TileCase("float64", why="no step may fall back to float32", q_len=37, dtype=torch.float64),
+    TileCase("bfloat16", why="sums kept in it stop growing", **LONG, dtype=torch.bfloat16),
+    TileCase("float16", why="sums kept in it lose two digits", **LONG, dtype=torch.float16),
+]  # fmt: skip
 
 
 @suite.check("attention", CASES, kernels=False)
-def attention_matches_float64(case: Case, device: torch.device, rng: Rng) -> None:
+def attention_matches_float64(case: TileCase, device: torch.device, rng: Rng) -> None:
     compare(case, rng, causal=False)
 
 
 @suite.check("causal", CASES, kernels=False)
-def causal_attention_matches_float64(case: Case, device: torch.device, rng: Rng) -> None:
+def causal_attention_matches_float64(case: TileCase, device: torch.device, rng: Rng) -> None:
     compare(case, rng, causal=True)
 
 
 @suite.check(
     "attention",
     [
-        Case(
+        TileCase(
             "512 tokens",
             why="S x S would be 64 times as large as q",
-            **size(512, batch=1, heads=1, d=8),
+            q_len=512,
+            batch=1,
+            heads=1,
+            head_dim=8,
         ),
-        Case(
+        TileCase(
             "512 keys",
-            why="a strip B_r x kv_len is no tile either",
-            **size(16, 512, batch=1, heads=1, d=2),
+            why="a strip of B_r x kv_len is larger than a tile, too",
+            q_len=16,
+            kv_len=512,
+            batch=1,
+            heads=1,
+            head_dim=2,
         ),
-    ],
+    ],  # fmt: skip
     kernels=False,
 )
-def no_tensor_is_larger_than_a_tile(case: Case, device: torch.device, rng: Rng) -> None:
-    q, k, v = make_qkv(case, rng)
+def no_tensor_is_larger_than_a_tile(case: TileCase, device: torch.device, rng: Rng) -> None:
+    q, k, v = flat_qkv(case, rng)
     for causal in (False, True):
         with LargestTensor() as largest:
             flash_attention(q, k, v, case.heads, case.B_r, case.B_c, causal)
@@ -133,25 +132,27 @@ def no_tensor_is_larger_than_a_tile(case: Case, device: torch.device, rng: Rng) 
 @suite.check(
     "causal",
     [
-        Case("square tiles", why="tile (i, j) with j > i is all mask", **size(64)),
-        Case("ragged", why="the last tile is partial", **size(59)),
-        Case("tall tiles", why="B_r > B_c", **size(64, B_r=32, B_c=8)),
-        Case("wide tiles", why="B_r < B_c", **size(64, B_r=8, B_c=32)),
-        Case("fewer queries", why="the diagonal starts further right", **size(32, 64), first=48),
+        TileCase("square tiles", why="tile (i, j) with j > i is fully masked", q_len=64),
+        TileCase("ragged", why="the last tile is partial", q_len=59),
+        TileCase("tall tiles", why="B_r > B_c", q_len=64, B_r=32, B_c=8),
+        TileCase("wide tiles", why="B_r < B_c", q_len=64, B_r=8, B_c=32),
+        TileCase(
+            "fewer queries", why="the diagonal starts further right", q_len=32, kv_len=64, first=48
+        ),
     ],
     kernels=False,
 )
-def tiles_above_the_diagonal_are_skipped(case: Case, device: torch.device, rng: Rng) -> None:
+def tiles_above_the_diagonal_are_skipped(case: TileCase, device: torch.device, rng: Rng) -> None:
     # NaN in V reaches every row whose tile is computed, even where P is 0: 0 * NaN is NaN.
-    q, k, v = make_qkv(case, rng)
+    q, k, v = flat_qkv(case, rng)
     clean = flash_attention(q, k, v, case.heads, case.B_r, case.B_c, causal=True)
-    first = case.values.get("first", 32)  # a key where tiles of rows and of columns begin
+    first = case.first
     k[:, first:], v[:, first:] = torch.nan, torch.nan
     got = flash_attention(q, k, v, case.heads, case.B_r, case.B_c, causal=True)
     rows = first - (case.kv_len - case.q_len)  # the rows before this one see none of those keys
     same = (got[:, :rows] == clean[:, :rows]).all(dim=-1).all(dim=0)
     assert bool(same.all()), (
-        f"keys {first} and after are above the diagonal for rows 0 to {rows - 1}, and their tiles should be"
+        f"keys {first} and after are above the diagonal for rows 0 to {rows - 1}, so their tiles should be"
         f" skipped; but NaN there reaches the rows {(~same).nonzero().flatten().tolist()}"
     )
 
@@ -175,16 +176,14 @@ def layer_matches_float64(case: Case, device: torch.device, rng: Rng) -> None:
     width = case.heads * case.d
     weights = [rng.randn(width, width, scale=width**-0.5) for _ in range(4)]
     layer = CustomFlashAttention(*weights, width, case.heads)
-    assert set(layer.state_dict()) == {"w_q", "w_k", "w_v", "w_o"}, (
-        "the weights are not in state_dict()"
-    )
+    assert set(layer.state_dict()) == {"w_qkv", "w_o"}, "the weights are not in state_dict()"
     x = rng.randn(case.batch, case.seq, width)
     heads = (case.heads, case.d)
 
     def through(attention: Callable[..., Tensor], causal: bool, dtype: torch.dtype) -> Tensor:
         w_q, w_k, w_v, w_o = (w.to(dtype) for w in weights)
-        q, k, v = ((x.to(dtype) @ w).unflatten(-1, heads) for w in (w_q, w_k, w_v))
-        return attention(q, k, v, causal=causal).flatten(2) @ w_o
+        q, k, v = ((x.to(dtype) @ w.T).unflatten(-1, heads) for w in (w_q, w_k, w_v))
+        return attention(q, k, v, causal=causal).flatten(2) @ w_o.T
 
     for causal in (False, True):
         assert_close(
@@ -219,7 +218,7 @@ def wrong_input_is_refused(case: Case, device: torch.device, rng: Rng) -> None:
     q, k, v = (rng.randn(*given[name]) for name in "qkv")
     v = v.to(case.values.get("v_dtype", torch.float32))
     good = rng.randn(2, 8, 48)
-    flash_attention(good, good, good, 3)  # so that a stub is told apart from a refusal
+    flash_attention(good, good, good, 3)  # a stub fails here, not as a refusal below
     try:
         flash_attention(q, k, v, given["heads"], given["B_r"], given["B_c"])
     except ValueError as error:
@@ -228,16 +227,16 @@ def wrong_input_is_refused(case: Case, device: torch.device, rng: Rng) -> None:
         raise AssertionError("this was accepted")
 
 
-def compare(case: Case, rng: Rng, *, causal: bool) -> None:
+def compare(case: TileCase, rng: Rng, *, causal: bool) -> None:
     """flash_attention against float64, with PyTorch's own attention saying what the dtype loses."""
-    q, k, v = make_qkv(case, rng)
+    q, k, v = flat_qkv(case, rng)
     kept = [t.clone() for t in (q, k, v)]
     got = flash_attention(q, k, v, case.heads, case.B_r, case.B_c, causal)
     assert all(map(torch.equal, (q, k, v), kept)), "q, k or v was changed"
-    q, k, v = (t.unflatten(-1, (case.heads, case.d)) for t in (q, k, v))
+    q, k, v = (t.unflatten(-1, (case.heads, -1)) for t in (q, k, v))
     narrow = torch.float32 if case.dtype == torch.float64 else case.dtype
     assert_close(
-        got.unflatten(-1, (case.heads, case.d)),
+        got.unflatten(-1, (case.heads, -1)),
         attention_float64(q, k, v, causal=causal),
         attention_pytorch(*(t.to(narrow) for t in (q, k, v)), causal=causal),
         axes=AXES,
@@ -247,23 +246,9 @@ def compare(case: Case, rng: Rng, *, causal: bool) -> None:
     )
 
 
-def make_qkv(case: Case, rng: Rng) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v ``(batch, length, heads * d)`` as the case describes them."""
-    width, options = case.heads * case.d, case.values
-    if options.get("fused"):
-        qkv = rng.randn(case.batch, case.q_len, 3 * width, dtype=case.dtype)
-        return qkv.tensor_split(3, dim=-1)
-    scale = options.get("scale", 1.0)
-    q = rng.randn(case.batch, case.q_len, width, dtype=case.dtype, scale=scale)
-    k = rng.randn(case.batch, case.kv_len, width, dtype=case.dtype, scale=scale)
-    v = rng.randn(case.batch, case.kv_len, width, dtype=case.dtype)
-    if options.get("equal_rows"):
-        k = k[:, :1].repeat(1, case.kv_len, 1)
-    if ramp := options.get("ramp"):
-        # All entries positive, and growing (falling) with the key: so do the scores.
-        steps = torch.linspace(0.1, 1.5, case.kv_len, device=k.device)
-        q, k = q.abs(), k.abs() * (steps if ramp > 0 else steps.flip(0))[:, None]
-    return q, k, v
+def flat_qkv(case: TileCase, rng: Rng) -> list[Tensor]:
+    """q, k, v ``(batch, length, heads * head_dim)`` as the case describes them."""
+    return [t.flatten(2) for t in case.qkv(rng)]
 
 
 class LargestTensor(TorchDispatchMode):
@@ -316,7 +301,7 @@ def tiled(
     power_l: int = 1,
     divide: bool = True,
 ) -> Tensor:
-    """The online softmax over tiles of B_c keys, in float64, with room for mistakes."""
+    """The online softmax over tiles of B_c keys, in float64; the keywords are the mistakes that people make."""
     q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))  # (batch, heads, length, d)
     q_len, kv_len = q.shape[2], k.shape[2]
     S = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5

@@ -10,15 +10,7 @@ from common.build import Kernels, dtype_code
 from common.inputs import check_attention, check_lengths, heads_view, kv_heads_of
 from common.layer import AttentionLayer
 
-try:
-    from task4 import ladder
-except ImportError:  # the student edition, which has none
-    ladder = None
-
 _kernels = Kernels(__file__, "attention_kernel.cu")
-
-OWN = 0  # names flash_attention below where 1 and up name the rungs of the ladder
-FIRST_FASTER = 5  # the rungs before it are slower than flash_attention
 
 # (B_r, B_c) by the head_dim that the kernel is compiled for, the fastest first; `python -m task4.test` times them all.
 # The first that fits in the GPU's shared memory runs. 32 x 32 fits everywhere, and wastes least on few queries.
@@ -69,13 +61,13 @@ def flash_attention(
 
     Args:
         q: ``(batch, q_len, heads, head_dim)``, float32, float16 or bfloat16, head_dim at most 128. Any strides with a
-            contiguous last dimension: slices and transposed views are read where they lie.
+            contiguous last dimension: slices and transposed views are read in place.
         k, v: ``(batch, kv_len, kv_heads, head_dim)``; kv_heads divides heads, and each serves heads / kv_heads of
             them (grouped-query attention).
         causal: query i of sequence b sees the keys ``j <= i + seqlens_k[b] - q_len``: the last one sees all.
         scale: factor of the scores; ``1 / sqrt(head_dim)`` if None.
         seqlens_k: int32 ``(batch,)`` on q's device, keys up to which a sequence reads; kv_len if None. Read by the
-            kernel: a longer one than kv_len counts as kv_len.
+            kernel: lengths above kv_len count as kv_len.
         leftpad_k: int32 ``(batch,)``, keys to skip at the start of each sequence; 0 if None.
         tile: (B_r, B_c), one of ``TILES``; :func:`choose_tile` if None.
 
@@ -116,63 +108,12 @@ def _check_tile(tile: tuple[int, int], head_dim: int, device: torch.device) -> N
         )
 
 
-def fast_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    seqlens_k: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    rung: int | None = None,
-) -> Tensor:
-    """Attention by the fastest kernel here that can: a rung of task4/ladder on a GPU, else :func:`flash_attention`.
-
-    Arguments and result are :func:`flash_attention`'s. ``rung`` names one: its number, or ``OWN`` for
-    :func:`flash_attention`. The rungs take no ``seqlens_k`` and no ``leftpad_k``.
-
-    Raises:
-        ValueError: arguments that do not fit, or a rung that cannot take them, named.
-    """
-    plain = seqlens_k is None and leftpad_k is None
-    if rung is None:
-        if plain and (scale is None or scale > 0) and _ladder_may_be_faster(q):
-            call = ladder.prepared(q, k, v, causal, scale)
-            if call.rung.number >= FIRST_FASTER:
-                return call(q, k, v)
-        rung = OWN
-    if rung == OWN:
-        return flash_attention(
-            q, k, v, causal=causal, scale=scale, seqlens_k=seqlens_k, leftpad_k=leftpad_k
-        )
-    if ladder is None:
-        raise ValueError(f"there is no ladder here, so rung must be None or {OWN}; got {rung}")
-    if not plain:
-        raise ValueError(f"rung {rung} takes no seqlens_k and no leftpad_k; flash_attention does")
-    return ladder.ladder_attention(q, k, v, causal=causal, scale=scale, rung=rung)
-
-
-def _ladder_may_be_faster(q: Tensor) -> bool:
-    """Whether a rung beats this task's kernel, if the tensors lie so that it can load them."""
-    if ladder is None or not isinstance(q, Tensor) or q.device.type != "cuda" or q.dim() != 4:
-        return False
-    best = ladder.fastest(q.device, q.dtype, q.shape[3])
-    return best is not None and best.number >= FIRST_FASTER
-
-
 def custom_flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    num_heads: int,
-    causal: bool = False,
-    rung: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, num_heads: int, causal: bool = False
 ) -> Tensor:
-    """:func:`fast_attention` on ``(batch, seq, num_heads * head_dim)`` tensors.
+    """:func:`flash_attention` on ``(batch, seq, num_heads * head_dim)`` tensors.
 
-    ``k`` and ``v`` may be narrower than ``q``: they then hold fewer heads of the same head_dim. ``rung=0`` is always
-    your own kernel; without a GPU, and in the student edition, it is the default as well.
+    ``k`` and ``v`` may be narrower than ``q``: they then hold fewer heads of the same head_dim.
 
     Raises:
         ValueError: arguments that do not fit, named.
@@ -180,14 +121,13 @@ def custom_flash_attention(
     q_heads = heads_view("q", q, num_heads)
     kv_heads = kv_heads_of(q_heads, k)
     k_heads, v_heads = heads_view("k", k, kv_heads), heads_view("v", v, kv_heads)
-    return fast_attention(q_heads, k_heads, v_heads, causal=causal, rung=rung).flatten(2)
+    return flash_attention(q_heads, k_heads, v_heads, causal=causal).flatten(2)
 
 
 class CustomFlashAttention(AttentionLayer):
-    """Multi-head self-attention through your fused kernel, or through a rung of the ladder."""
+    """Multi-head self-attention through your fused kernel."""
 
-    def forward(self, x: Tensor, causal: bool = False, rung: int | None = None) -> Tensor:
-        """``x (batch, seq, hidden_dim)`` to the same shape; ``rung`` as for :func:`custom_flash_attention`."""
+    def forward(self, x: Tensor, causal: bool = False) -> Tensor:
+        """``x (batch, seq, hidden_dim)`` to the same shape."""
         q, k, v = self.project_qkv(x)
-        o = custom_flash_attention(q, k, v, self.num_heads, causal, rung)
-        return self.project_output(o)
+        return self.project_output(custom_flash_attention(q, k, v, self.num_heads, causal))

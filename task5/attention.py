@@ -16,7 +16,7 @@ from common.inputs import (
     kv_heads_of,
 )
 from common.layer import AttentionLayer
-from task4.attention import fast_attention
+from task4.prefill import fast_attention
 
 BLOCKS_PER_MULTIPROCESSOR = 4  # of the decode kernel that fit beside each other, by its registers
 MIN_KEYS_PER_SPLIT = 128  # below this the merging costs more than the waiting
@@ -181,10 +181,10 @@ class CustomFlashAttention(AttentionLayer):
         current_pos: int = 0,
         causal: bool = False,
     ) -> Tensor:
-        """Append x's keys and values at ``current_pos``, then let x attend to the cache up to its own end.
+        """Append x's keys and values to the cache at ``current_pos``; x attends to the cache up to its own end.
 
         Args:
-            x: ``(batch, seq, hidden_dim)``: a prompt, a chunk of one, or (``decode=True``) one token a sequence.
+            x: ``(batch, seq, hidden_dim)``: a prompt, a chunk of one, or (``decode=True``) one token per sequence.
             kv_cache: ``(k_cache, v_cache)``, each ``(batch, max_seq_len, hidden_dim)``; extended in place.
             decode: use the decode kernel; seq must be 1.
             current_pos: how many positions of the cache are filled.
@@ -199,7 +199,7 @@ class CustomFlashAttention(AttentionLayer):
         seq = x.shape[1] if x.dim() == 3 else 0
         if decode and seq != 1:
             raise ValueError(
-                f"decode=True takes one token a sequence, x (batch, 1, hidden_dim); got {tuple(x.shape)}"
+                f"decode=True takes one token per sequence, x (batch, 1, hidden_dim); got {tuple(x.shape)}"
             )
         check_head_dim(self.head_dim)  # before anything is written
         k_cache, v_cache = kv_cache
@@ -207,13 +207,11 @@ class CustomFlashAttention(AttentionLayer):
         # BEGIN SOLUTION
         update_kv_cache(k_cache, v_cache, k, v, current_pos)
         end = current_pos + seq
-        k, v = k_cache[:, :end], v_cache[:, :end]  # views: the cache is read where it lies
-        if decode:
-            o = custom_flash_attention_decode(q, k, v, self.num_heads, causal)
-        else:
-            q, k, v = (
-                heads_view(name, t, self.num_heads) for name, t in (("q", q), ("k", k), ("v", v))
-            )
-            o = fast_attention(q, k, v, causal=causal).flatten(2)
+        # (batch, seq or end, heads, head_dim): views, the cache is read in place
+        heads = (self.num_heads, self.head_dim)
+        q, k, v = (t.unflatten(-1, heads) for t in (q, k_cache[:, :end], v_cache[:, :end]))
+        # the one query of a decode step sees every key: nothing to mask
+        o = flash_attention_decode(q, k, v) if decode else fast_attention(q, k, v, causal=causal)
+        o = o.flatten(2)
         # END SOLUTION
         return self.project_output(o)

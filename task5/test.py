@@ -3,10 +3,17 @@
 python -m task5.test [--cache | --decode | --splits | --layer] [--check] [--no-timing]
 """
 
+from dataclasses import dataclass
+
 import torch
 
-from common.check import Case, CheckFailed, Suite, assert_close
-from common.check.attention import attention_float64, attention_pytorch, hide_invisible
+from common.check import AttentionCase, Case, CheckFailed, Suite, assert_close
+from common.check.attention import (
+    attention_float64,
+    attention_pytorch,
+    hide_invisible,
+    mistakes,
+)
 from common.timing import Backend, Benchmark, all_alike, measure, sdpa
 from task5 import attention
 from task5.attention import CustomFlashAttention, flash_attention_decode, update_kv_cache
@@ -20,6 +27,8 @@ suite = Suite(
         "task5/attention_kernel.cu",
         "task4/attention.py",
         "task4/attention_kernel.cu",
+        "task4/prefill.py",
+        "common/layer.py",
     ),
 )
 
@@ -30,9 +39,9 @@ CACHE = [
     Case("a prompt", why="many rows at once", batch=2, n=20, hidden=200, max_seq_len=32, pos=0),
     Case("a chunk in the middle", why="rows around it stay as they are", small=True, batch=2, n=5, hidden=130, max_seq_len=32, pos=9),
     Case("fills the cache", why="n = max_seq_len", batch=1, n=16, hidden=64, max_seq_len=16, pos=0),
-    Case("one position a sequence", why="positions on the device, one per sequence", small=True, batch=3, n=2, hidden=64, max_seq_len=16, pos=(0, 14, 5)),
+    Case("one position per sequence", why="positions on the device", small=True, batch=3, n=2, hidden=64, max_seq_len=16, pos=(0, 14, 5)),
     Case("positions past the end", why="rows that do not fit are not written", small=True, batch=3, n=2, hidden=64, max_seq_len=16, pos=(-1, 15, 16)),
-    Case("slices of one qkv tensor", why="k and v lie 3 hidden_dim apart", small=True, batch=2, n=3, hidden=64, max_seq_len=8, pos=2, fused=True),
+    Case("slices of one qkv tensor", why="rows of k and v are 3 hidden_dim apart", small=True, batch=2, n=3, hidden=64, max_seq_len=8, pos=2, fused=True),
     Case("float16", why="16-bit caches", batch=2, n=3, hidden=64, max_seq_len=8, pos=2, dtype=HALF),
     Case("bfloat16", why="16-bit caches", batch=2, n=3, hidden=64, max_seq_len=8, pos=2, dtype=BFLOAT),
 ]  # fmt: skip
@@ -71,82 +80,80 @@ def update_writes_these_rows_only(case, device, rng):
             )
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DecodeCase(AttentionCase):
+    """``num_splits``: into which the keys are split; None: as the rule chooses."""
+
+    q_len: int = 1
+    num_splits: int | None = 1
+
+
 DECODE = [
-    Case("one key", why="the output is v", small=True, kv_len=1, head_dim=64),
-    Case("fewer keys than threads", why="most groups of threads have none", small=True, kv_len=5, head_dim=64),
-    Case("ragged", why="the last round is not full", small=True, kv_len=77, head_dim=64),
-    Case("head_dim 128", why="one key fills a warp", small=True, kv_len=70, head_dim=128),
-    Case("head_dim 80", why="shorter than the 128 it is padded to", kv_len=70, head_dim=80),
-    Case("head_dim 33", why="rows that no vector load can read", small=True, kv_len=40, head_dim=33),
-    Case("longer", why="many rounds, rescaled each time", batch=1, kv_len=1000, head_dim=64),
-    Case("batch", why="a block for each sequence and head", batch=4, heads=3, kv_len=100, head_dim=32),
-    Case("different lengths", why="each sequence reads its own number of keys", small=True, batch=3, kv_len=90, head_dim=64, seqlens=(90, 1, 40)),
-    Case("left padding", why="keys to skip at the start", small=True, batch=3, kv_len=60, head_dim=64, leftpad=(0, 59, 20)),
-    Case("a sequence without keys", why="gives 0, not NaN", batch=2, kv_len=30, head_dim=64, seqlens=(0, 30)),
-    Case("no keys", why="an empty cache gives 0", kv_len=0, head_dim=64),
-    Case("grouped queries", why="8 heads share 2 of keys and values", heads=8, kv_heads=2, kv_len=50, head_dim=64),
-    # 64 rows: most have all their weight on one key, and of 4 sometimes none shows what float32 loses
-    Case("large scores", why="scores in the hundreds", batch=4, heads=16, kv_len=64, head_dim=64, scale=10.0),
-    Case("equal keys", why="every weight is 1 / kv_len", kv_len=64, head_dim=64, scale=0.0),
-    Case("part of a cache", why="a view of the first rows of a longer cache", small=True, kv_len=40, max_seq_len=64, head_dim=64),
-    Case("float16", why="16-bit cache, fp32 inside", small=True, kv_len=70, head_dim=64, dtype=HALF),
-    Case("bfloat16", why="16-bit cache, fp32 inside", kv_len=70, head_dim=128, dtype=BFLOAT),
-    Case("course size", why="B16, 32 heads, 1,024 keys", devices=("cuda",), batch=16, heads=32, kv_len=1024, head_dim=128),
+    DecodeCase("one key", why="the output is v", small=True, kv_len=1, head_dim=64),
+    DecodeCase("fewer keys than threads", why="most groups of threads have none", small=True, kv_len=5, head_dim=64),
+    DecodeCase("ragged", why="the last round is not full", small=True, kv_len=77, head_dim=64),
+    DecodeCase("head_dim 128", why="one key fills a warp", small=True, kv_len=70, head_dim=128),
+    DecodeCase("head_dim 80", why="shorter than the 128 it is padded to", kv_len=70, head_dim=80),
+    DecodeCase("head_dim 33", why="rows that no vector load can read", small=True, kv_len=40, head_dim=33),
+    DecodeCase("longer", why="many rounds, rescaled each time", batch=1, kv_len=1000, head_dim=64),
+    DecodeCase("batch", why="a block for each sequence and head", batch=4, heads=3, kv_len=100, head_dim=32),
+    DecodeCase("different lengths", why="each sequence reads its own number of keys", small=True, batch=3, kv_len=90, head_dim=64, seqlens=(90, 1, 40)),
+    DecodeCase("left padding", why="keys to skip at the start", small=True, batch=3, kv_len=60, head_dim=64, leftpad=(0, 59, 20)),
+    DecodeCase("a sequence without keys", why="gives 0, not NaN", batch=2, kv_len=30, head_dim=64, seqlens=(0, 30)),
+    DecodeCase("no keys", why="an empty cache gives 0", kv_len=0, head_dim=64),
+    DecodeCase("grouped queries", why="8 heads share 2 of keys and values", heads=8, kv_heads=2, kv_len=50, head_dim=64),
+    # 64 rows: many have all their weight on one key, and 4 rows may all be such, without any float32 loss
+    DecodeCase("large scores", why="scores in the hundreds", batch=4, heads=16, kv_len=64, head_dim=64, magnitude=10.0),
+    DecodeCase("equal keys", why="every weight is 1 / kv_len", kv_len=64, head_dim=64, magnitude=0.0),
+    DecodeCase("part of a cache", why="a view of the first rows of a longer cache, with NaN behind", small=True, kv_len=40, layout="cache", head_dim=64),
+    DecodeCase("float16", why="16-bit cache, fp32 inside", small=True, kv_len=70, head_dim=64, dtype=HALF),
+    DecodeCase("bfloat16", why="16-bit cache, fp32 inside", kv_len=70, head_dim=128, dtype=BFLOAT),
+    DecodeCase("course size", why="B16, 32 heads, 1,024 keys", devices=("cuda",), batch=16, heads=32, kv_len=1024, head_dim=128),
 ]  # fmt: skip
 
 SPLITS = [
-    Case("2 splits", why="two blocks share the keys, and are merged", small=True, kv_len=60, head_dim=64, num_splits=2),
-    Case("7 splits", why="the last split is shorter", kv_len=100, head_dim=128, num_splits=7),
-    Case("more splits than full", why="splits without any key", small=True, kv_len=9, head_dim=64, num_splits=7),
-    Case("splits past a sequence's end", why="some splits see no key of some sequences", batch=3, kv_len=90, head_dim=64, seqlens=(90, 1, 40), num_splits=3),
-    Case("splits and padding", why="some splits lie in the padding", batch=2, kv_len=90, head_dim=64, leftpad=(50, 89), num_splits=3),
-    Case("bfloat16", why="partial results stay fp32", kv_len=70, head_dim=128, dtype=BFLOAT, num_splits=2),
-    Case("long", why="the splits that the rule chooses", devices=("cuda",), batch=1, heads=32, kv_len=30000, head_dim=128),
+    DecodeCase("2 splits", why="two blocks share the keys, and are merged", small=True, kv_len=60, head_dim=64, num_splits=2),
+    DecodeCase("7 splits", why="the last split is shorter", kv_len=100, head_dim=128, num_splits=7),
+    DecodeCase("more splits than full", why="splits without any key", small=True, kv_len=9, head_dim=64, num_splits=7),
+    DecodeCase("splits past a sequence's end", why="some splits see no key of some sequences", batch=3, kv_len=90, head_dim=64, seqlens=(90, 1, 40), num_splits=3),
+    DecodeCase("splits and padding", why="some splits are all padding", batch=2, kv_len=90, head_dim=64, leftpad=(50, 89), num_splits=3),
+    DecodeCase("bfloat16", why="partial results stay fp32", kv_len=70, head_dim=128, dtype=BFLOAT, num_splits=2),
+    DecodeCase("long", why="the splits that the rule chooses", devices=("cuda",), batch=1, heads=32, kv_len=30000, head_dim=128, num_splits=None),
 ]  # fmt: skip
 
 
 @suite.check("decode", DECODE)
 def decode_matches_float64(case, device, rng):
-    compare_decode(case, device, rng, num_splits=1)
+    compare_decode(case, device, rng)
 
 
 @suite.check("splits", SPLITS, optional=True)
 def splits_match_float64(case, device, rng):
-    compare_decode(case, device, rng, num_splits=case.values.get("num_splits"))
+    compare_decode(case, device, rng)
 
 
-def compare_decode(case, device, rng, num_splits):
-    v = case.values
-    batch, heads, dtype = v.get("batch", 2), v.get("heads", 2), v.get("dtype", torch.float32)
-    shape = (batch, v.get("max_seq_len", case.kv_len), v.get("kv_heads", heads), case.head_dim)
-    q = rng.randn(batch, 1, heads, case.head_dim, dtype=dtype, scale=v.get("scale", 1.0))
-    k = rng.randn(*shape, dtype=dtype, scale=v.get("scale", 1.0))[:, : case.kv_len]
-    value = rng.randn(*shape, dtype=dtype)[:, : case.kv_len]
-    visible = {}
-    for name, argument in (("seqlens", "seqlens_k"), ("leftpad", "leftpad_k")):
-        if name in v:
-            visible[argument] = torch.tensor(v[name], dtype=torch.int32, device=device)
-    truth, pytorch = (f(q, k, value, **visible) for f in (attention_float64, attention_pytorch))
-    inputs = q, k.clone(), value.clone()
-    hide_invisible(k, value, **visible)
+def compare_decode(case, device, rng):
+    q, k, v = case.qkv(rng)
+    visible = case.visible(device)
+    del visible["causal"]  # the newest token sees every key
+    truth, pytorch = (f(q, k, v, **visible) for f in (attention_float64, attention_pytorch))
+    inputs = q, k.clone(), v.clone()
+    hide_invisible(k, v, **visible)
     assert_close(
-        flash_attention_decode(q, k, value, **visible, num_splits=num_splits),
+        flash_attention_decode(q, k, v, **visible, num_splits=case.num_splits),
         truth,
         pytorch,
         axes=("batch", "row", "head", "column"),
-        suspects={
-            "the lengths are ignored": lambda: attention_float64(*inputs),
-            "the scores are not scaled": lambda: attention_float64(*inputs, scale=1.0, **visible),
-        },
+        suspects=mistakes(*inputs, **visible),
     )
 
 
 RULE = [
-    Case("one sequence", why="32 blocks alone leave most of a GPU idle", blocks=32, kv_len=1024, splits=7),
+    Case("one sequence", why="32 blocks leave most of a GPU idle", blocks=32, kv_len=1024, splits=7),
     Case("one long sequence", why="more keys, more splits worth having", blocks=32, kv_len=32768, splits=15),
     Case("nearly a wave", why="0.97 of a wave: splitting would start a second", blocks=512, kv_len=1024, splits=1),
     Case("many blocks", why="the chip is full without", blocks=2048, kv_len=4096, splits=1),
-    Case("few keys", why="less than two splits' worth", blocks=1, kv_len=200, splits=1),
+    Case("few keys", why="not enough for two splits", blocks=1, kv_len=200, splits=1),
 ]  # fmt: skip
 
 
@@ -155,7 +162,7 @@ def splits_follow_the_rule(case, device, rng):
     chosen = attention.choose_num_splits(case.blocks, case.kv_len, multiprocessors=132)
     if chosen != case.splits:
         raise CheckFailed(
-            f"the rule takes {case.splits} splits on 132 multiprocessors; got {chosen}",
+            f"the rule gives {case.splits} splits on 132 SMs; got {chosen}",
             not_written=chosen == 1
             and "task5/attention.py: choose_num_splits is not written yet (it returns 1)",
         )
@@ -164,9 +171,10 @@ def splits_follow_the_rule(case, device, rng):
 def _projected(attend, x, parameters, heads, **visible):
     """The whole layer by definition: x and its parameters in one dtype."""
     q, k, v = (
-        (x @ parameters[f"w_{n}"] + parameters[f"b_{n}"]).unflatten(-1, (heads, -1)) for n in "qkv"
+        (x @ parameters[f"w_{n}"].T + parameters[f"b_{n}"]).unflatten(-1, (heads, -1))
+        for n in "qkv"
     )
-    return attend(q, k, v, **visible).flatten(2) @ parameters["w_o"] + parameters["b_o"]
+    return attend(q, k, v, **visible).flatten(2) @ parameters["w_o"].T + parameters["b_o"]
 
 
 GENERATION = [
@@ -220,13 +228,12 @@ PROMPT, TOKENS, HIDDEN, HEADS = 1024, 100, 4096, 32
 @suite.benchmark("generation", fields=["TTFT", "TBT"])
 def generation_speed(device, record):
     batch, total = 4, PROMPT + TOKENS
-    weights = [torch.randn(HIDDEN, HIDDEN, device=device) * HIDDEN**-0.5 for _ in range(4)]
-    layer = CustomFlashAttention(*weights, HIDDEN, HEADS)
     mha = torch.nn.MultiheadAttention(
         HIDDEN, HEADS, bias=False, batch_first=True, device=device
-    ).eval()
-    mha.in_proj_weight.data = torch.cat([w.T for w in weights[:3]])
-    mha.out_proj.weight.data = weights[3].T.contiguous()
+    ).requires_grad_(False)
+    for weight in mha.eval().parameters():
+        weight.normal_(std=HIDDEN**-0.5)
+    layer = CustomFlashAttention(*mha.in_proj_weight.chunk(3), mha.out_proj.weight, HIDDEN, HEADS)
     x = torch.randn(batch, total, HIDDEN, device=device)
     ours, theirs = (
         [torch.zeros(batch, total, HIDDEN, device=device) for _ in range(2)] for _ in range(2)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from common.inputs import check_head_dim, check_head_split, expect
-from task4.attention import fast_attention
+from task4.prefill import fast_attention
 from task5.attention import flash_attention_decode, update_kv_cache
 from task6.rope import RoPE, apply_rotary_emb
 
@@ -20,7 +20,7 @@ class customAttention(nn.Module):
 
     Attributes:
         qkv_proj: ``hidden_dim`` to ``3 * hidden_dim``: q, k and v side by side, because one large product is faster
-            than three small ones. Each is then a slice of the result, which the kernels read where it lies.
+            than three small ones. The kernels read each as a slice of the result, in place.
         o_proj: ``hidden_dim`` to ``hidden_dim``.
 
     Raises:
@@ -51,8 +51,8 @@ class customAttention(nn.Module):
     def forward(self, x: Tensor, kv_cache: tuple[Tensor, Tensor], current_pos: int = 0) -> Tensor:
         """Append x's keys and values to the cache at ``current_pos``; x attends to the cache up to itself.
 
-        A single position (seq 1) is a decode step, anything longer is a prompt or a chunk of one. Either way row i of
-        x sees the positions ``0 ... current_pos + i``.
+        A single position (seq 1) is a decode step, anything longer is a prompt or a chunk of one. In both, row i of x
+        sees the positions ``0 ... current_pos + i``.
 
         Args:
             x: ``(batch, seq, hidden_dim)``, the weights' dtype and device.
@@ -73,12 +73,12 @@ class customAttention(nn.Module):
         # BEGIN SOLUTION
         heads, end = self.num_heads, current_pos + seq
         qkv = self.qkv_proj(x).unflatten(-1, (3, heads, -1))  # (batch, seq, 3, heads, head_dim)
-        qk = qkv[:, :, :2].flatten(2, 3)  # (batch, seq, 2 * heads, head_dim): turned both at once
+        qk = qkv[:, :, :2].flatten(2, 3)  # (batch, seq, 2 * heads, head_dim): both rotated at once
         q, k = apply_rotary_emb(qk, cos, sin).chunk(2, dim=2)  # (batch, seq, heads, head_dim) each
         v = qkv[:, :, 2]
         update_kv_cache(k_cache, v_cache, k.flatten(2), v.flatten(2), current_pos)
 
-        # (batch, end, heads, head_dim): views, the caches are read where they lie
+        # (batch, end, heads, head_dim): views, the caches are read in place
         k, v = (cache[:, :end].unflatten(-1, (heads, -1)) for cache in (k_cache, v_cache))
         o = flash_attention_decode(q, k, v) if seq == 1 else fast_attention(q, k, v, causal=True)
         return self.o_proj(o.flatten(2))

@@ -2,7 +2,7 @@
 
     tokens -> embedding -> [ x + attention(norm(x)),  x + mlp(norm(x)) ] * num_layers -> norm -> lm_head -> logits
 
-Nothing is read in and nothing is trained, so the text is nonsense; the work for each token is a real model's.
+No weights are loaded and none are trained, so the text is nonsense; the work per token is that of a real model.
 """
 
 import math
@@ -31,7 +31,7 @@ __all__ = [
 KVCache = Sequence[tuple[Tensor, Tensor]]
 
 TOKEN_DTYPES = (torch.int64, torch.int32)
-MLP_FACTOR = 4  # the MLP is so many times wider than the model
+MLP_FACTOR = 4  # inner width of the MLP, in units of hidden_dim
 
 
 class customMLP(nn.Module):
@@ -63,8 +63,8 @@ class customMLP(nn.Module):
 class customDecoderLayer(nn.Module):
     """Attention and MLP, each on the normed input and added to it (pre-norm).
 
-    The norm is RMSNorm, as in the models that also have RoPE and SwiGLU (Llama, Mistral, Qwen): LayerNorm without the
-    mean and the bias, one pass less over the data, and no worse. [RMSNorm] arXiv:1910.07467.
+    The norm is RMSNorm, as in other models with RoPE and SwiGLU (Llama, Mistral, Qwen): LayerNorm without the mean and
+    the bias, one pass fewer over the data, and no less accurate. [RMSNorm] arXiv:1910.07467.
 
     Args:
         hidden_dim, num_heads, rope, device, dtype: see :class:`customAttention`.
@@ -98,16 +98,16 @@ class customModel(nn.Module):
         hidden_dim: width of the model.
         num_heads: heads; must divide ``hidden_dim`` into an even head_dim of at most 128.
         num_layers: decoder layers.
-        vocab_size: tokens that there are.
-        max_seq_len: positions that a sequence can have, prompt and answer together.
-        device, dtype: where the weights are made, and as what; PyTorch's defaults if None, so that
-            ``with torch.device("cuda"): customModel(...)`` works too. 26 GB never pass through the host's memory.
+        vocab_size: size of the vocabulary.
+        max_seq_len: positions of a sequence, prompt and generated tokens together.
+        device, dtype: of the weights; PyTorch's defaults if None, so that ``with torch.device("cuda"):
+            customModel(...)`` works too. The weights are made there and never pass through the host's memory.
 
     The weights are random, from PyTorch's generator: ``torch.manual_seed`` repeats them.
 
     Raises:
         ValueError: sizes that do not fit.
-        NotEnoughMemory: the device has no room for the weights; nothing was taken.
+        NotEnoughMemory: the weights do not fit on the device; nothing was allocated.
     """
 
     def __init__(
@@ -146,11 +146,13 @@ class customModel(nn.Module):
         self.lm_head = nn.Linear(hidden_dim, vocab_size, bias=False, **place)
         self.requires_grad_(False)
         for module in self.modules():
-            if isinstance(module, nn.Linear):  # outputs as large as inputs: every layer counts
+            if isinstance(
+                module, nn.Linear
+            ):  # outputs of the inputs' magnitude: every layer counts
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
 
     def new_kv_cache(self, batch: int, max_seq_len: int | None = None) -> KVCache:
-        """An empty cache beside the weights; not filled: positions are read only after they were written.
+        """An empty cache on the weights' device, uninitialised: positions are read only after they are written.
 
         Args:
             batch: sequences.
@@ -160,7 +162,7 @@ class customModel(nn.Module):
             For each layer ``(k_cache, v_cache)``, each ``(batch, max_seq_len, hidden_dim)``.
 
         Raises:
-            NotEnoughMemory: the device has no room for it; nothing was taken.
+            NotEnoughMemory: it does not fit on the device; nothing was allocated.
         """
         length = self.max_seq_len if max_seq_len is None else max_seq_len
         w = self.embedding.weight
@@ -175,20 +177,20 @@ class customModel(nn.Module):
         """Logits for x, which continues what the cache holds.
 
         Args:
-            x: token ids ``(batch, seq)``, int64 or int32: a prompt, a chunk of one, or (seq 1) the token before.
+            x: token ids ``(batch, seq)``, int64 or int32: a prompt, a chunk of one, or (seq 1) the latest token.
             kv_cache: from :meth:`new_kv_cache` or an earlier call; extended in place. None makes one.
             current_pos: how many positions of the cache are filled.
 
         Returns:
-            logits: ``(batch, seq, vocab_size)``. After a prompt only the last row is needed to go on; the others cost
-                half a per cent of the time to the first token in the course's configuration, and let a test compare
-                every position.
-            kv_cache: the same that was passed, or the new one.
+            logits: ``(batch, seq, vocab_size)``. After a prompt only the last row is needed to continue; the others
+                cost half a per cent of the time to the first token in the course's configuration, and let a test
+                compare every position.
+            kv_cache: the one that was passed, or the new one.
 
         Raises:
-            ValueError: arguments that do not fit; the cache is then untouched. Ids are looked at on the CPU, and on a
-                GPU those of a prompt; in a decode step that would mean to wait for the GPU, and an id out of range
-                is caught by PyTorch's own assertion there.
+            ValueError: arguments that do not fit; the cache is then untouched. Token ids are checked on the CPU, and
+                on a GPU those of a prompt. In a decode step the check would wait for the GPU; an id out of range is
+                caught there by PyTorch's own assertion.
         """
         self._check(x, kv_cache, current_pos)
         if kv_cache is None:
@@ -225,7 +227,7 @@ class customModel(nn.Module):
                 )
 
     def _check_cache(self, kv_cache: KVCache, batch: int) -> None:
-        """All layers before the first is written."""
+        """ValueError unless every layer's caches fit; checked before the first is written."""
         if len(kv_cache) != self.num_layers or any(len(pair) != 2 for pair in kv_cache):
             raise ValueError(
                 f"kv_cache must have a pair (k, v) for each of {self.num_layers} layers; "
@@ -242,12 +244,12 @@ class customModel(nn.Module):
 
 
 def generate(model: customModel, prompt: Tensor, max_new_tokens: int) -> Tensor:
-    """Greedy: always the likeliest token. Prefill once, then one token at a time; the ids stay on the device.
+    """Greedy decoding: one prefill, then one token at a time. The ids stay on the device.
 
     Args:
         model: any model with :class:`customModel`'s forward.
         prompt: token ids ``(batch, seq)``.
-        max_new_tokens: how many to add.
+        max_new_tokens: tokens to generate.
 
     Returns:
         The new ids ``(batch, max_new_tokens)``.
@@ -282,12 +284,12 @@ def memory_needed(
     seq: int,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, int]:
-    """Bytes that a model takes on its device, before any are taken.
+    """Bytes that a model takes on its device, computed before any are allocated.
 
     Args:
         hidden_dim, num_layers, vocab_size: the model's.
         max_seq_len: positions of the cache.
-        batch, seq: the longest piece that goes through the model at once: a whole prompt.
+        batch, seq: the largest input of one forward pass: a whole prompt.
         dtype: of weights, cache and activations.
 
     Returns:
@@ -296,20 +298,20 @@ def memory_needed(
     size = dtype.itemsize
     weights = count_weights(hidden_dim, num_layers, vocab_size)
     kv_cache = 2 * num_layers * batch * max_seq_len * hidden_dim
-    # For each token the MLP holds x, norm(x), and three tensors of the inner width; the end holds x, norm(x), logits.
+    # Per token the MLP holds x, norm(x) and three tensors of the inner width; the last layer x, norm(x), logits.
     activations = batch * seq * (2 * hidden_dim + max(3 * MLP_FACTOR * hidden_dim, vocab_size))
     needed = dict(weights=weights * size, kv_cache=kv_cache * size, activations=activations * size)
     return needed | {"total": sum(needed.values())}
 
 
 def count_weights(hidden_dim: int, num_layers: int, vocab_size: int) -> int:
-    """How many numbers :class:`customModel` learned, had it been trained."""
+    """The number of :class:`customModel`'s parameters."""
     attention, mlp, norms = 4 * hidden_dim**2, 3 * MLP_FACTOR * hidden_dim**2, 2 * hidden_dim
     return num_layers * (attention + mlp + norms) + hidden_dim + 2 * vocab_size * hidden_dim
 
 
 def _expect_room(what: str, elements: int, dtype: torch.dtype, device: torch.device) -> None:
-    """NotEnoughMemory if the device cannot hold so many; a GPU would say so late, and Linux kill us."""
+    """NotEnoughMemory if they do not fit: a GPU would fail later, and Linux would kill the process."""
     if device.type not in ("cpu", "cuda"):
         return
     needed, free = elements * dtype.itemsize, free_memory(device)[0]

@@ -1,12 +1,12 @@
 """Rotary position embedding: a position becomes a rotation. [RoFormer] arXiv:2104.09864.
 
-Each head's query and key are cut into head_dim / 2 pairs, and pair i of the vector at position p is turned by the
-angle ``p * base^(-2i / head_dim)``. The product of a turned query and a turned key then depends only on how far apart
-they stand, and nothing has to be learned or added to the embedding.
+Each head's query and key are split into head_dim / 2 pairs, and pair i of the vector at position p is rotated by the
+angle ``p * base^(-2i / head_dim)``. The product of a rotated query and a rotated key then depends only on the distance
+between them, and nothing has to be learned or added to the embedding.
 
-Which two numbers make a pair is a convention, and weights trained with one do not work with the other. Here it is
-"rotate-half", as in GPT-NeoX and in Hugging Face's Llama: element i goes with element ``i + head_dim / 2``. The paper
-pairs neighbours, ``2i`` with ``2i + 1``.
+Which two elements form a pair is a convention, and weights trained with one do not work with the other. This is
+"rotate-half", as in GPT-NeoX and in Hugging Face's Llama: element i is paired with element ``i + head_dim / 2``. The
+paper pairs neighbours, ``2i`` with ``2i + 1``.
 """
 
 import torch
@@ -16,14 +16,14 @@ from common.inputs import describe, expect
 
 
 class RoPE(nn.Module):
-    """The cosines and sines of every position, computed once.
+    """A table of the cosines and sines of every position, computed once.
 
     Args:
         head_dim: width of a head; even.
         max_seq_len: positions in the table.
-        base: the slowest pair turns once in about ``2 pi base`` positions.
-        device, dtype: where the tables go, and as what; PyTorch's defaults if None. The angles themselves are float64:
-            in float32, position 8,191 would be off by up to 0.0005 rad.
+        base: the slowest pair rotates once in about ``2 pi base`` positions.
+        device, dtype: of the tables; PyTorch's defaults if None. The angles themselves are float64: in float32 they
+            would be off by up to 0.0005 rad at position 8,191.
 
     Attributes:
         cos, sin: ``(max_seq_len, head_dim / 2)``. Buffers, so ``.to()`` moves them; not in ``state_dict()``, because
@@ -45,7 +45,7 @@ class RoPE(nn.Module):
         super().__init__()
         if head_dim < 2 or head_dim % 2:
             raise ValueError(
-                f"RoPE turns pairs: head_dim must be even and positive; got {head_dim}"
+                f"RoPE rotates pairs: head_dim must be even and positive; got {head_dim}"
             )
         if max_seq_len < 1 or base <= 0:
             raise ValueError(f"max_seq_len and base must be positive; got {max_seq_len} and {base}")
@@ -60,7 +60,7 @@ class RoPE(nn.Module):
         self.register_buffer("sin", angle.sin().to(dtype), persistent=False)
 
     def forward(self, seq: int, current_pos: int = 0) -> tuple[Tensor, Tensor]:
-        """Views of cos and sin, ``(seq, head_dim / 2)``, from position ``current_pos`` on.
+        """Views of cos and sin, ``(seq, head_dim / 2)``, starting at position ``current_pos``.
 
         Raises:
             ValueError: positions outside the table.
@@ -74,7 +74,7 @@ class RoPE(nn.Module):
 
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn every pair ``(x[i], x[i + head_dim / 2])`` by the angle of its position.
+    """Rotate every pair ``(x[i], x[i + head_dim / 2])`` by the angle of its position.
 
     Args:
         x: ``(batch, seq, heads, head_dim)``, queries or keys; any strides.
@@ -89,7 +89,7 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     expect("x", x, shape=("batch", "seq", "heads", "head_dim"))
     if x.shape[-1] % 2:
         raise ValueError(
-            f"RoPE turns pairs: the last dimension of x must be even; got {describe(x)}"
+            f"RoPE rotates pairs: the last dimension of x must be even; got {describe(x)}"
         )
     for name, table in (("cos", cos), ("sin", sin)):
         expect(name, table, shape=(x.shape[1], x.shape[3] // 2), dtype=x.dtype, device=x.device)

@@ -5,7 +5,7 @@ python -m task6.test [--prefill] [--decode] [--generate] [--check]
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
@@ -28,6 +28,7 @@ suite = Suite(
         "task6/model.py",
         "task6/rope.py",
         "task4/attention_kernel.cu",
+        "task4/prefill.py",
         "task5/attention_kernel.cu",
     ),
 )
@@ -47,15 +48,13 @@ def plain_logits(
     positions: Tensor | None = None,
     seen: Tensor | None = None,
 ) -> Tensor:
-    """Logits ``(batch, seq, vocab)`` of all tokens at once, in ``dtype``: no cache, no kernel, complex-number RoPE.
+    """Logits ``(batch, seq, vocab)`` of all tokens at once, in ``dtype``: no cache, no kernel, RoPE as complex numbers.
 
     ``pairs``, ``positions`` (seq,) and ``seen`` (seq, seq) are for the mistakes that people make.
     """
     weights = model.state_dict()
 
-    def weight(
-        name: str,
-    ) -> Tensor:  # converted when it is used: two copies of a large model need not fit
+    def weight(name: str) -> Tensor:  # converted at its use: no second copy of a large model
         return weights[name + ".weight"].to(dtype)
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -84,7 +83,7 @@ def plain_logits(
 
 
 def rotated(x: Tensor, positions: Tensor, pairs: str = "halves", base: float = 10000) -> Tensor:
-    """RoPE as the paper has it: a pair is a complex number, multiplied by ``e^(i position base^(-2 pair / d))``.
+    """RoPE as in the paper: a pair is a complex number, multiplied by ``e^(i position base^(-2 pair / d))``.
 
     x ``(batch, seq, heads, head_dim)``; ``pairs``: "halves", "neighbours", or "none" for no rotation.
     """
@@ -112,7 +111,7 @@ ROPE = [
     Case("the end of the table", why="large angles: float32 ones would be off", seq=5, pos=8187, head_dim=80),
     Case("the smallest head", why="a single pair", seq=9, pos=3, head_dim=2),
     Case("another base", why="base is a parameter", seq=9, pos=50, head_dim=32, base=500000),
-    Case("a slice", why="q and k lie in one wide tensor", seq=9, pos=5, head_dim=32, wide=True),
+    Case("a slice", why="q and k are slices of one wide tensor", seq=9, pos=5, head_dim=32, wide=True),
     Case("bfloat16", why="the dtype of large models", seq=20, pos=900, head_dim=64, dtype=torch.bfloat16),
 ]  # fmt: skip
 
@@ -138,7 +137,7 @@ def rope_matches_complex_numbers(case, device, rng):
 
 
 def _rope_by_pytorch(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """The usual formula in x's dtype, on exact angles: what its products lose."""
+    """The usual formula in x's dtype, with exact angles: its loss is that of the products."""
     half = x.shape[-1] // 2
     frequency = base ** -(torch.arange(half, dtype=torch.float64, device=x.device) / half)
     angle = (positions.double()[:, None] * frequency).repeat(1, 2)[:, None]  # (seq, 1, head_dim)
@@ -192,10 +191,10 @@ PREFILL = [
 
 DECODE = [
     Case("tiny", why="small enough for the check build", small=True, **TINY, chunks=(3, 1, 1)),
-    Case("from nothing", why="every token through the decode kernel", **SMALL, chunks=(1,) * 12),
+    Case("from nothing", why="every token goes through the decode kernel", **SMALL, chunks=(1,) * 12),
     Case("after a prompt", why="positions continue", **SMALL, chunks=(30, *(1,) * 10)),
     Case("to the end of the cache", why="the last position there is", **SMALL, chunks=(60, *(1,) * 6), room=0),
-    Case("a roomy cache", why="what is not written yet is not read", **SMALL, chunks=(20, *(1,) * 4), room=100),
+    Case("a roomy cache", why="positions that are not written yet are not read", **SMALL, chunks=(20, *(1,) * 4), room=100),
     Case("one sequence", why="batch 1 must not lose its dimension", **SMALL | {"batch": 1}, chunks=(17, *(1,) * 5)),
     Case("a chunk in between", why="prefill on a cache that decode has extended", **SMALL, chunks=(10, 1, 1, 12, 1)),
     Case("head_dim 128", why="the course's head_dim", **SMALL | {"head_dim": 128, "heads": 1}, chunks=(20, 1, 1)),
@@ -216,7 +215,7 @@ def decode_matches_a_plain_model(case, device, rng):
 
 
 def compare_logits(case, device, rng):
-    """Feed the tokens in the case's chunks; every logit against the plain model, which sees them all at once."""
+    """The tokens in the case's chunks; every logit against the plain model's, which sees all tokens at once."""
     dtype = case.values.get("dtype", torch.float32)
     model = make_model(case, device, rng, dtype)
     seq = sum(case.chunks)
@@ -240,14 +239,14 @@ def compare_logits(case, device, rng):
 
 
 def make_model(case, device, rng, dtype=torch.float32) -> customModel:
-    """The case's model, on its device, with weights that make every part of it count."""
+    """The case's model, with weights that make every part of it count."""
     torch.manual_seed(rng.seed)
     args = (case.heads * case.head_dim, case.heads, case.layers, case.vocab)
     model = customModel(*args, max_seq_len=3100, device=device, dtype=dtype)
     for name, weight in model.named_parameters():
-        if "norm" in name:  # all 1 until now: one could be forgotten
+        if "norm" in name:  # all are 1: a missing norm weight would not show
             weight.add_(rng.randn(*weight.shape, dtype=dtype, scale=0.2))
-        elif "qkv" in name:  # sharp attention; an even one says the same few tokens all the time
+        elif "qkv" in name:  # sharp attention; even attention repeats the same few tokens
             weight.mul_(2)
     return model
 
@@ -283,22 +282,49 @@ def suspects(
 
 @contextmanager
 def count_launches() -> Iterator[Counter[str]]:
-    """Counts the launches inside the context: ``{"task4 flash_attention": 2, ...}``.
-
-    A rung of the ladder in its place counts as task 4's kernel.
-    """
+    """Counts the launches inside the context: ``{"task4 flash_attention": 2, ...}``."""
     counts: Counter[str] = Counter()
     launch = Kernels.launch
 
     def counted(self: Kernels, name: str, /, **arguments: object) -> None:
-        task = self.source.parent.name
-        counts["task4 flash_attention" if task == "ladder" else f"{task} {name}"] += 1
-        launch(self, name, **arguments)
+        # BEGIN STAFF
+        if self.source.parent.name == "ladder":  # counted by _count_rungs
+            return launch(self, name, **arguments)
+        # END STAFF
+        counts[f"{self.source.parent.name} {name}"] += 1
+        return launch(self, name, **arguments)
 
-    with mock.patch.object(Kernels, "launch", counted):
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(Kernels, "launch", counted))
+        # BEGIN STAFF
+        patches.enter_context(_count_rungs(counts))
+        # END STAFF
         yield counts
 
 
+# BEGIN STAFF
+@contextmanager
+def _count_rungs(counts: Counter[str]) -> Iterator[None]:
+    """Counts the prompts that a rung of the ladder runs as task 4's kernel; on a GPU Kernels.launch does not see them."""
+    from task4 import ladder
+
+    prepared = ladder.prepared
+
+    def counted(*arguments: object) -> object:
+        call = prepared(*arguments)
+
+        def run(*qkv: Tensor) -> Tensor:
+            counts["task4 flash_attention"] += 1
+            return call(*qkv)
+
+        run.rung = call.rung
+        return run
+
+    with mock.patch.object(ladder, "prepared", counted):
+        yield
+
+
+# END STAFF
 def expect_launches(launches: Counter[str], layers: int, chunks: tuple[int, ...]) -> None:
     """CheckFailed unless each layer updated its cache and ran one attention for every chunk, and the right one."""
     decodes = sum(n == 1 for n in chunks)
@@ -343,19 +369,19 @@ def greedy_tokens_equal_a_plain_model(case, device, rng):
     )
     check_greedy(model, prompt, tokens)
     expect_launches(launches, case.layers, (case.prompt, *(1,) * (case.new - 1)))
-    if case.new >= 100:  # else a model that always says the same could pass
-        kinds = min(len(set(row)) for row in tokens.tolist())
-        assert kinds >= 15, (
-            f"100 tokens, but only {kinds} different ones: this model proves nothing"
+    if case.new >= 100:  # else a model that always writes the same token could pass
+        different = min(len(set(row)) for row in tokens.tolist())
+        assert different >= 15, (
+            f"100 tokens, but only {different} different ones: this model proves nothing"
         )
 
 
 def check_greedy(model: customModel, prompt: Tensor, tokens: Tensor) -> None:
-    """CheckFailed unless ``tokens (batch, n)`` are those that the plain model, in float64, picks one after another.
+    """CheckFailed unless ``tokens (batch, n)`` are those that the plain model generates in float64.
 
-    The plain model is given the prompt and our own tokens, and asked at every position which comes next. Where all
-    agree, ours are what it would have generated itself. Where they do not, its two candidates must be so close that
-    float32 cannot tell them apart: then both continuations are right, and what follows is compared on ours.
+    The plain model gets the prompt and our tokens, and predicts the next token at every position. If all agree, ours
+    are what it would have generated. Where one does not, its logit must be so close to the best that float32 cannot
+    tell them apart: then both continuations are right, and the rest is compared on ours.
     """
     given = torch.cat((prompt, tokens[:, :-1]), dim=1)
     n = tokens.shape[1]
@@ -367,7 +393,8 @@ def check_greedy(model: customModel, prompt: Tensor, tokens: Tensor) -> None:
     )  # as in assert_close
     best, best_token = truth.max(-1)  # (batch, n)
     margin = best - truth.gather(-1, tokens[..., None])[..., 0]
-    wrong = (margin > 2 * budget).nonzero().tolist()  # one logit may be too high, the other too low
+    # one logit may be too high by the budget, the other too low
+    wrong = (margin > 2 * budget).nonzero().tolist()
     if wrong:
         b, t = min(wrong, key=lambda place: place[1])
         raise CheckFailed(
@@ -405,17 +432,15 @@ def weights_follow_the_seed_and_the_device(case, device, rng):
     assert torch.equal(other.lm_head.weight, model.lm_head.weight)
     assert {p.dtype for p in model.to(torch.bfloat16).parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in model.parameters()), (
-        "weights ask for gradients that no kernel can give"
+        "weights require gradients, which no kernel computes"
     )
 
 
 @suite.check(
-    "prefill", [Case("the course's model", why="26 GB, of which none is taken here")], kernels=False
+    "prefill", [Case("the course's model", why="26 GB, none of it allocated here")], kernels=False
 )
 def memory_is_known_beforehand(case, device, rng):
-    model = customModel(
-        4096, 32, 24, 8192, device="meta"
-    )  # of which a weight made elsewhere is not
+    model = customModel(4096, 32, 24, 8192, device="meta")  # a weight made elsewhere would show
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
     needed = memory_needed(4096, 24, 8192, 1124, batch=4, seq=1024)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -433,13 +458,13 @@ REFUSED = [
     Case("id too large", why="a vocabulary of 50", x=(2, 5), token=50, says="from 0 to 49; got"),
     Case("id negative", why="ids start at 0", x=(2, 5), token=-1, says="from 0 to 49; got -1"),
     Case("negative position", why="before the cache", x=(2, 5), pos=-1, says="from current_pos -1 do not fit"),
-    Case("past the cache", why="the last row would fall off", x=(2, 5), pos=8, says="do not fit a cache of 12"),
+    Case("past the cache", why="the last row is outside", x=(2, 5), pos=8, says="do not fit a cache of 12"),
     Case("prompt too long", why="longer than the cache", x=(2, 13), says="do not fit a cache of 12"),
     Case("past the model", why="a cache longer than max_seq_len", x=(2, 5), pos=16, length=30, says="20 positions"),
     Case("another batch", why="a cache for other sequences", x=(3, 5), says="must be (3, 12, 64)"),
     Case("a layer short", why="caches of another model", x=(2, 5), drop=True, says="each of 2 layers"),
-    Case("cache of another dtype", why="half the bytes a row", x=(2, 5), cache=torch.float16, says="float32 on"),
-    Case("no cache", why="what stands before position 3?", x=(2, 5), pos=3, length=None, says="needs the kv_cache"),
+    Case("cache of another dtype", why="half the bytes per row", x=(2, 5), cache=torch.float16, says="float32 on"),
+    Case("no cache", why="positions 0 to 2 are unknown", x=(2, 5), pos=3, length=None, says="needs the kv_cache"),
 ]  # fmt: skip
 
 
@@ -477,7 +502,7 @@ def wrong_input_is_refused(case, device, rng):
 
 @suite.benchmark("time to first token, time between tokens", fields=("TTFT", "TBT"))
 def speed(device, record):
-    """The course's configuration in fp32 beside the same model through PyTorch's SDPA and the same cache."""
+    """The course's configuration in fp32, beside the same model with PyTorch's SDPA on the same cache."""
     hidden, heads, layers, vocab, batch, prompt_len, new = 4096, 32, 24, 8192, 4, 1024, 100
     length = prompt_len + new
 
@@ -519,9 +544,10 @@ def speed(device, record):
 
     steps: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(3):
-        for name, run in models.items():  # in turns, so that clocks and heat are the same
+        for name, run in models.items():  # interleaved, so that clocks and heat are the same
             steps[name] += generate_timed(run, first_token(run), kv_cache, prompt_len, new)[1]
-    read = 4 * (16 * hidden**2 * layers + vocab * hidden)  # of the embedding only a row a sequence
+    # of the embedding only one row per sequence
+    read = 4 * (16 * hidden**2 * layers + vocab * hidden)
     read += 2 * layers * batch * (prompt_len + new / 2) * hidden * 4
     tbt = {name: Timing.of(times) for name, times in steps.items()}
     ours = tbt.pop("ours")

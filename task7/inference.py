@@ -30,7 +30,7 @@ PROMPT = (
     "performance."
 )
 
-# What a model needs on disk: all of one of these sets.
+# A model on disk has all files of one of these sets.
 _FILES = ("config.json", "model.safetensors", "vocab.json", "merges.txt")
 _FILE_SETS = (_FILES, ("config.json", "model.safetensors", "tokenizer.json"))
 _CONNECT_SECONDS = 5
@@ -40,16 +40,16 @@ class ModelWithCustomAttention:
     """GPT-2 whose attention is ours, driven by Hugging Face's ``generate``.
 
     Args:
-        model_name: gpt2, gpt2-medium, gpt2-large or gpt2-xl (from the local Hugging Face cache; the
-            bundled tiny model, with a warning, if it is not there), "tiny", or a folder with a GPT-2.
-        max_seq_len: longest text, prompt included, in tokens; at most the positions of the model count.
+        model_name: gpt2, gpt2-medium, gpt2-large or gpt2-xl (from the local Hugging Face cache; if it is not there, the
+            bundled tiny model, with a warning), "tiny", or a folder with a GPT-2.
+        max_seq_len: length of the longest text in tokens, prompt included; the model's number of positions limits it.
         device: where to run; the GPU if there is one, otherwise the CPU.
         dtype: of weights and activations.
         download: fetch a model that is not in the local cache.
         attention: name of the attention; ``"sdpa"`` or ``"eager"`` for Hugging Face's own.
 
     Raises:
-        ValueError: an unknown name, a model that is no GPT-2, a download that failed.
+        ValueError: an unknown name, a model that is not a GPT-2, a download that failed.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class ModelWithCustomAttention:
         if folder == TINY_FOLDER and str(model_name) in HUB_MODELS:
             warnings.warn(says, stacklevel=2)
         self.device = _device(device)
-        # The folder is read anew for each object. Two models made from one config object would share
-        # the attention of the one that was made last.
+        # Each object reads the folder again: two models made from one config object would both run the
+        # attention of the later one.
         with _no_progress_bar():
             self.model = GPT2LMHeadModel.from_pretrained(
                 folder, attn_implementation=attention, dtype=dtype, local_files_only=True
@@ -92,19 +92,19 @@ class ModelWithCustomAttention:
         seed: int | None = None,
         cache: str = "dynamic",
     ) -> str | list[str]:
-        """The prompt and what the model makes of it; a list for a list of prompts.
+        """The prompt and its continuation; a list for a list of prompts.
 
         Args:
             prompt: one text, or several that are continued together as one batch.
-            max_new_tokens: at most so many; less where the model ends its text.
+            max_new_tokens: upper limit; fewer where the model ends its text.
             temperature, top_k: for sampling; top_k 0 means the whole vocabulary.
-            do_sample: draw each token at random; otherwise the most likely one is taken.
-            seed: makes the drawing repeatable, and leaves PyTorch's own random state as it was.
-            cache: "dynamic" grows by each token; "static" is allocated once for the longest text.
+            do_sample: draw each token at random; otherwise greedy decoding.
+            seed: makes sampling repeatable, and leaves PyTorch's own random state unchanged.
+            cache: "dynamic" grows with each token; "static" is allocated once for the longest text.
 
         Raises:
-            ValueError: an empty prompt, one that does not fit the model together with the new tokens,
-                or numbers out of range.
+            ValueError: an empty prompt, one that does not fit the model together with the new tokens, or numbers out
+                of range.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         tokens, mask = self.encode(prompts)
@@ -143,7 +143,7 @@ class ModelWithCustomAttention:
     ) -> Tensor:
         """As ``generate``, with tokens and mask from ``encode``; returns (prompts, prompt + new tokens).
 
-        ``ignore_end`` writes exactly ``max_new_tokens``, for measurements: the end is never chosen.
+        ``ignore_end``: generate exactly ``max_new_tokens``, for measurements; the end token is never chosen.
         """
         self._check_lengths(tokens.shape[1], max_new_tokens)
         if cache not in ("dynamic", "static"):
@@ -161,7 +161,7 @@ class ModelWithCustomAttention:
                 "top_p": 1.0,
             }
         if cache == "static":
-            # disable_compile: transformers would run torch.compile, which takes a minute
+            # otherwise transformers runs torch.compile, which takes a minute
             options |= {"cache_implementation": "static", "disable_compile": True}
         if ignore_end:
             options["min_new_tokens"] = max_new_tokens
@@ -199,9 +199,9 @@ class ModelWithCustomAttention:
 def find_model(
     name: str | Path, *, download: bool = False, cache_dir: str | Path | None = None
 ) -> tuple[Path, str]:
-    """The folder with a model's files, and one line for the user on what that is.
+    """The folder with a model's files, and one line that tells the user which model that is.
 
-    Looks on this machine only, and so returns at once, unless ``download`` is set.
+    It looks on this machine only, and so returns at once, unless ``download`` is set.
 
     Args:
         name: one of HUB_MODELS, "tiny", or a folder.
@@ -209,7 +209,7 @@ def find_model(
         cache_dir: the Hugging Face cache; the user's own by default.
 
     Raises:
-        ValueError: an unknown name, a folder without a GPT-2 in it, a download that failed.
+        ValueError: an unknown name, a folder without a GPT-2, a download that failed.
     """
     if str(name) == TINY:
         return TINY_FOLDER, f"model: {_tiny()}"
@@ -238,14 +238,14 @@ def _folder(folder: Path) -> Path:
         )
     if not any(all((folder / file).is_file() for file in files) for files in _FILE_SETS):
         raise ValueError(f"{folder} has no GPT-2 in it: expected {', '.join(_FILES)}")
-    kind = json.loads((folder / "config.json").read_text()).get("model_type")
-    if kind != "gpt2":
-        raise ValueError(f"task 7 runs GPT-2; the model in {folder} is of type {kind!r}")
+    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+    if model_type != "gpt2":
+        raise ValueError(f"task 7 runs GPT-2; the model in {folder} is of type {model_type!r}")
     return folder
 
 
 def _cached(repo: str, cache_dir: str | Path | None) -> Path | None:
-    """Folder of a model that is complete in the Hugging Face cache."""
+    """Folder of a model in the Hugging Face cache; None if it or one of its files is not there."""
     from huggingface_hub import try_to_load_from_cache
 
     for files in _FILE_SETS:
@@ -262,7 +262,7 @@ def _download(repo: str, cache_dir: str | Path | None) -> Path:
         raise ValueError(f"cannot download {repo}: HF_HUB_OFFLINE is set")
     url = hf_hub_url(repo, "config.json")
     try:
-        # The hub's client tries for a minute before it gives up, so ask once by ourselves first.
+        # The hub's client retries for a minute before it gives up, so one request of our own goes first.
         urllib.request.urlopen(
             urllib.request.Request(url, method="HEAD"), timeout=_CONNECT_SECONDS
         ).close()
@@ -278,7 +278,7 @@ def _download(repo: str, cache_dir: str | Path | None) -> Path:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Without the bar that transformers shows while it loads weights."""
+    """Hides the bar that transformers shows while it loads weights."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -306,7 +306,7 @@ def run(arguments: Sequence[str] | None, attention: str, description: str) -> No
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument(
-        "--sample", action="store_true", help="draw tokens instead of taking the likeliest"
+        "--sample", action="store_true", help="draw tokens at random instead of greedy decoding"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--temperature", type=float, default=1.0)

@@ -8,8 +8,6 @@ import re
 import socket
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -24,23 +22,28 @@ from transformers import (
     PreTrainedModel,
 )
 
-from common.build import Kernels
 from common.check import FACTOR, Case, CheckFailed, Suite, assert_close
 from common.check.attention import attention_float64, attention_pytorch
 from common.record import Record
 from common.timing import Benchmark, measure
 from task4.attention import flash_attention
 from task5.attention import flash_attention_decode
+from task6.test import count_launches
 from task7 import inference
 from task7.attention import NAME, course_attention, course_mask, kernel_calls
 from task7.inference import PROMPT, TINY, TINY_FOLDER, ModelWithCustomAttention, find_model
-from task7.tiny_gpt2.corpus import documents
 
 suite = Suite(
     "task7",
     title="GPT-2 through your kernels, by Hugging Face",
     points=1,
-    sources=("task7/attention.py", "task7/inference*.py", "task4/attention*", "task5/attention*"),
+    sources=(
+        "task7/attention.py",
+        "task7/inference*.py",
+        "task4/attention*",
+        "task4/prefill.py",
+        "task5/attention*",
+    ),
 )
 
 
@@ -55,7 +58,7 @@ ATTENTION = [
     Case("second chunk, static cache", why="the offset comes as a tensor", q_len=7, kv_len=64, offset=12, static=True, pads=(2, 0, 9)),
     Case("one new token", why="decode over a dynamic cache", small=True, q_len=1, kv_len=20, offset=19),
     Case("one new token, static cache", why="decode up to a length", small=True, q_len=1, kv_len=30, offset=11, static=True, pads=(0, 2, 7)),
-    Case("a sequence of padding only", why="no key at all: 0, not NaN", small=True, q_len=1, kv_len=9, offset=8, pads=(0, 9, 1)),
+    Case("a sequence of padding only", why="no key: 0, not NaN", small=True, q_len=1, kv_len=9, offset=8, pads=(0, 9, 1)),
     Case("grouped queries", why="heads share keys and values", q_len=9, kv_len=30, offset=5, heads=4, kv_heads=2),
     Case("no mask, causal", why="None means what it means for SDPA", small=True, q_len=9, kv_len=9, mask=False),
     Case("no mask, static cache", why="query i sees the keys 0..i, the tail is ignored", q_len=9, kv_len=30, mask=False),
@@ -116,7 +119,7 @@ def attention_matches_float64(case: Case, device: torch.device, rng: Any) -> Non
 
 
 def expect_kernels(device: torch.device) -> None:
-    """Without tasks 4 and 5 a model writes something, but nothing that is worth comparing."""
+    """CheckFailed while task 4 or 5 is a stub: a model then writes text that is not worth comparing."""
     x = torch.ones(1, 2, 1, 64, device=device)
     for task, out in ((4, flash_attention(x, x, x)), (5, flash_attention_decode(x[:, :1], x, x))):
         if out.isnan().all():
@@ -136,10 +139,10 @@ TOKENS = [
     Case("course prompt, static cache", why="keys and values are read in place up to a length", model="tiny", prompts=(PROMPT,), new=60, cache="static"),
     Case("batch, left padding", why="prompts of different lengths", model="tiny", prompts=STORIES, new=40),
     Case("batch, left padding, static cache", why="both at once", model="tiny", prompts=STORIES, new=40, cache="static"),
-    Case("random weights", why="tokens that no text would have", model="random", lengths=(17, 17), new=40),
+    Case("random weights", why="token sequences that no text has", model="random", lengths=(17, 17), new=40),
     Case("random weights, static cache", why="the same", model="random", lengths=(9, 17), new=40, cache="static"),
-    Case("prompt of one token", why="the first call has one query already", model="random", lengths=(1,), new=10),
-    Case("prompt in chunks", why="the cache is not empty when a chunk of the prompt comes", model="random", lengths=(31, 20), new=10, chunk=8),
+    Case("prompt of one token", why="even the first call has one query", model="random", lengths=(1,), new=10),
+    Case("prompt in chunks", why="a chunk of the prompt meets a cache that is not empty", model="random", lengths=(31, 20), new=10, chunk=8),
     Case("beam search", why="the cache is reordered between two tokens", model="random", lengths=(9, 5), new=10, beams=2),
     Case("grouped queries", why="another architecture: Llama with 4 heads on 2", model="llama", lengths=(9, 14), new=12),
     Case("check build", why="small enough for it", small=True, model="random", lengths=(5, 3), new=3),
@@ -171,18 +174,20 @@ def greedy_tokens_equal_the_reference(case: Case, device: torch.device, rng: Any
     if chunk := case.values.get("chunk"):
         options["prefill_chunk_size"] = chunk
 
-    with _launches() as ours_launched:
+    with count_launches() as ours_launched:
         got = ours.generate(tokens, **options)
-    with _launches() as plain_launched:
+    with count_launches() as plain_launched:
         want = plain.generate(tokens, **options)
     if plain_launched:
-        raise CheckFailed(f"the reference ran kernels of ours: {dict(plain_launched)}")
+        raise CheckFailed(f"the reference ran our kernels: {dict(plain_launched)}")
     layers, prompt = ours.config.num_hidden_layers, tokens.shape[1]
     steps = -(-prompt // chunk) if chunk else 1
     prefills = steps if prompt > 1 else 0
     expected = Counter(
-        flash_attention=layers * prefills,
-        flash_attention_decode=layers * (case.new - 1 + steps - prefills),
+        {
+            "task4 flash_attention": layers * prefills,
+            "task5 flash_attention_decode": layers * (case.new - 1 + steps - prefills),
+        }
     )
     if ours_launched != +expected:
         raise CheckFailed(f"kernels launched: {dict(ours_launched)}; expected {dict(+expected)}")
@@ -200,7 +205,7 @@ def greedy_tokens_equal_the_reference(case: Case, device: torch.device, rng: Any
 def _same_tokens(
     got: Tensor, want: Tensor, mask: Tensor, plain: PreTrainedModel, truth: PreTrainedModel
 ) -> None:
-    """Each sequence must be the reference's, up to a token where the two best are equal within rounding."""
+    """Each sequence must be the reference's, up to a token where the two best are equal up to rounding."""
     if got.shape != want.shape:
         raise CheckFailed(f"tokens {tuple(got.shape)}, the reference's {tuple(want.shape)}")
     for row in range(len(got)):
@@ -209,7 +214,7 @@ def _same_tokens(
             continue
         at = int(differing[0])
         start = int((mask[row] == 0).sum())
-        text = got[row : row + 1, start:at]  # the same up to here, without its padding
+        text = got[row : row + 1, start:at]  # the common part, without its padding
         with torch.no_grad():
             exact = truth(text).logits[0, -1]
             rounded = plain(text).logits[0, -1]
@@ -234,7 +239,7 @@ def sampling_repeats_with_its_seed(case: Case, device: torch.device, rng: Any) -
     def sample(seed: int) -> str:
         return model.generate(PROMPT, case.new, 1.0, 50, do_sample=True, seed=seed)
 
-    with _launches() as launched:
+    with count_launches() as launched:
         first = sample(SAMPLE_SEED)
     if not launched:
         raise CheckFailed("no kernel of ours was launched")
@@ -323,14 +328,14 @@ def wrong_inputs_are_refused(case: Case, device: torch.device, rng: Any) -> None
         else:
             raise CheckFailed("nothing was raised")
     if kernel_calls.total() != before:
-        raise CheckFailed("a kernel was launched all the same")
+        raise CheckFailed("a kernel was launched before the error")
 
 
 # ---- the bundled model ----------------------------------------------------------------------------
 
 
 @suite.check(
-    "model", [Case("no network", why="nothing is fetched, nothing is waited for")], kernels=False
+    "model", [Case("no network", why="no download, no wait for a connection")], kernels=False
 )
 def bundled_model_needs_no_network(case: Case, device: torch.device, rng: Any) -> None:
     def refuse(*_: Any, **__: Any) -> None:
@@ -350,20 +355,20 @@ def bundled_model_needs_no_network(case: Case, device: torch.device, rng: Any) -
             ModelWithCustomAttention(TINY, device=device)
     size = sum(file.stat().st_size for file in TINY_FOLDER.iterdir() if file.is_file())
     if size > 5_000_000:
-        raise CheckFailed(f"the folder has {size:,} bytes; 5,000,000 were agreed")
+        raise CheckFailed(f"the folder has {size:,} bytes; at most 5,000,000 are allowed")
 
 
 @suite.check("model", [Case("answer", why="the course's prompt, greedy and sampled", new=160)])
 def bundled_model_writes_sentences(case: Case, device: torch.device, rng: Any) -> None:
     expect_kernels(device)
-    known = set(re.findall(r"[\w-]+", " ".join(documents(2000))))
+    known = set((TINY_FOLDER / "words.txt").read_text(encoding="utf-8").split())
     for options in ({}, {"do_sample": True, "seed": SAMPLE_SEED}):
         text = _tiny(device).generate(PROMPT, case.new, **options).removeprefix(PROMPT)
         unknown = sorted(set(re.findall(r"[\w-]+", text)) - known)
         if unknown:
-            raise CheckFailed(f"words that were not in the corpus: {', '.join(unknown)}\n{text}")
+            raise CheckFailed(f"words that are not in the corpus: {', '.join(unknown)}\n{text}")
         if len(re.findall(r"[.!?]", text)) < 4:
-            raise CheckFailed(f"hardly a sentence in {case.new} tokens: {text}")
+            raise CheckFailed(f"fewer than 4 sentences in {case.new} tokens: {text}")
 
 
 # ---- what it writes, and how fast -----------------------------------------------------------------
@@ -402,7 +407,7 @@ def time_per_token(device: torch.device, record: Record) -> None:
             torch.float32,
             ours,
             times,
-            note="the whole of generate, prefill and Hugging Face's Python code included",
+            note="all of generate(), prefill and Hugging Face's Python code included",
         )
     )
 
@@ -417,13 +422,16 @@ def _tiny(device: torch.device) -> ModelWithCustomAttention:
 
 @cache
 def _models(
-    kind: str, device: torch.device
+    weights_from: str, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel]:
-    """The same weights three times: on our kernels, on Hugging Face's eager attention, and that in float64."""
-    if kind == "tiny":
+    """One set of weights in three models: our kernels, Hugging Face's eager attention, and that in float64.
+
+    ``weights_from``: "tiny" (the bundled model), "random" (a small GPT-2) or "llama" (a small Llama).
+    """
+    if weights_from == "tiny":
         config = GPT2Config.from_pretrained(TINY_FOLDER)
         weights = _tiny(device).model.state_dict()
-    elif kind == "random":
+    elif weights_from == "random":
         config = GPT2Config(
             n_layer=3, n_head=2, n_embd=128, vocab_size=300, n_positions=128,
             bos_token_id=0, eos_token_id=None,
@@ -436,17 +444,17 @@ def _models(
             bos_token_id=0, eos_token_id=None,
         )  # fmt: skip
         weights = None
-    cls = LlamaForCausalLM if kind == "llama" else GPT2LMHeadModel
+    cls = LlamaForCausalLM if weights_from == "llama" else GPT2LMHeadModel
     models = []
     for attention, dtype in (
         (NAME, torch.float32),
         ("eager", torch.float32),
         ("eager", torch.float64),
     ):
-        # _from_config writes into the config; with one for all, they would all run the same attention
+        # _from_config writes into the config: models that share one would all run the same attention
         model = cls._from_config(copy.deepcopy(config), attn_implementation=attention)
         if weights is None:
-            # Fresh weights give almost equal logits, and so always the same token. Larger ones do not.
+            # PyTorch's initial weights give almost equal logits, and so always the same token.
             generator = torch.Generator().manual_seed(1)
             for parameter in model.parameters():
                 if parameter.dim() == 2:
@@ -455,20 +463,6 @@ def _models(
         model.load_state_dict(weights)
         models.append(model.to(device, dtype).eval())
     return tuple(models)
-
-
-@contextmanager
-def _launches() -> Iterator[Counter[str]]:
-    """Counts the launches of our kernels by name, where they are made; a rung of the ladder as task 4's kernel."""
-    counts: Counter[str] = Counter()
-    launch = Kernels.launch
-
-    def counted(self: Kernels, name: str, /, **arguments: Any) -> None:
-        counts["flash_attention" if self.source.parent.name == "ladder" else name] += 1
-        launch(self, name, **arguments)
-
-    with patch.object(Kernels, "launch", counted):
-        yield counts
 
 
 test_task7 = suite.pytest()

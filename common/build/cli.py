@@ -18,10 +18,11 @@ def compile_main(file: str, *sources: str) -> None:
 
     Args:
         file: the calling module's ``__file__``.
-        sources: the .cu files beside it.
+        sources: the task's .cu files, relative to its folder; none for a task in PyTorch alone.
     """
     folder = Path(file).resolve().parent
-    sys.exit(_main([folder / source for source in sources], f"python -m {folder.name}.compile"))
+    paths = [(folder / source).resolve() for source in sources]
+    sys.exit(_main(paths, f"python -m {folder.name}.compile"))
 
 
 def main() -> int:
@@ -49,6 +50,9 @@ def _main(sources: Sequence[Path], program: str, *, skip: bool = False) -> int:
     options = parser.parse_args()
     if options.arch and options.device == "cpu":
         parser.error("--arch is for --device cuda")
+    if not sources:
+        print("nothing to compile: this task is written in PyTorch")
+        return 0
     try:
         device = options.device or ("cuda" if options.arch or toolchain.find_gpu() else "cpu")
         targets = [

@@ -20,8 +20,8 @@ from common.inputs import describe
 # How much more than PyTorch an answer may lose. Correct programs that add in another order differ: over 300 seeds an
 # online softmax lost at most 1.6 times what PyTorch's attention did, but a sum over K = 1000 that adds one element
 # after the other in fp32, as a first kernel does, up to 6.3 times what PyTorch's blocked GEMM did (median 3.2; the
-# ratio grows with K: keep K below 1500). Mistakes start beyond that: a softmax in float16 is over 500 budgets off (both
-# repeated with fresh seeds in common/tests/test_check_compare.py).
+# ratio grows with K: keep K below 1500). Mistakes start beyond that: a softmax in float16 is over 500 budgets off. (The
+# comparison's own tests repeat both with fresh seeds.)
 FACTOR = 8.0
 
 

@@ -53,10 +53,12 @@ def sources_hash(patterns: Sequence[str], root: Path = ROOT) -> str:
 _WRITTEN = (
     "Results.md",
     "common/records",
+    # BEGIN STAFF
     "task4/ladder/README.md",
     "task4/ladder/RESULTS.md",
     "task4/ladder/table.json",
     "task4/ladder/*.png",
+    # END STAFF
 )
 
 

@@ -1,8 +1,12 @@
 """The course without its answers: ``python -m common.staff.student_edition DIRECTORY``.
 
-What stands between ``BEGIN SOLUTION`` and ``END SOLUTION`` is cut out of every .py and .cu file of this checkout, and
-what is only for instructors is left behind. There is no second copy of a task: the student edition is made from the
-answers' own files, and is what they are outside of the marks.
+The edition is made from this checkout's own files; there is no second copy of a task.
+
+- ``LEFT_OUT`` names the files and folders that it does not get.
+- Lines between ``BEGIN SOLUTION`` and ``END SOLUTION`` become a placeholder: they are the answers.
+- Lines between ``BEGIN STAFF`` and ``END STAFF`` are dropped: they point at something in ``LEFT_OUT``.
+
+A mark is a comment on a line of its own: ``# BEGIN STAFF``, ``// BEGIN SOLUTION``, ``<!-- END STAFF -->``.
 """
 
 import argparse
@@ -16,28 +20,36 @@ from common.paths import ROOT
 from common.record import render
 
 LEFT_OUT = (
+    ".ci/",
+    ".clang-format",
+    "CONTRIBUTING.md",
+    "common/records/",  # the edition writes its own
     "common/staff/",
     "common/tests/",
-    "common/records/",
-    ".ci/",
-    "task4/ladder/",  # answers to task 4, and more; without it custom_flash_attention runs the student's kernel
+    "task4/ladder/",  # faster kernels for task 4; without it custom_flash_attention runs the student's
+    "task7/tiny_gpt2/corpus.py",
+    "task7/tiny_gpt2/train.py",
+    "task7/tiny_gpt2/training.json",
 )
-BEGIN, END = "BEGIN SOLUTION", "END SOLUTION"
+MARKED = (".py", ".cu", ".md", ".toml", "Makefile")  # how the names of files with marks end
 _MARK = re.compile(
-    rf"^(?P<indent>\s*)(#|//)\s*(?P<word>{BEGIN}|{END})(, until then: (?P<until>.+?))?\s*$"
+    r"^(?P<indent>\s*)(#|//|<!--)\s*(?P<edge>BEGIN|END) (?P<what>SOLUTION|STAFF)"
+    r"(, (until then|for students): (?P<instead>.+?))?\s*(-->)?\s*$"
 )
+_ALMOST = re.compile(r"^\s*(#|//|<!--) .*(BEGIN|END) (SOLUTION|STAFF)")
 
 
 class MarkError(ValueError):
-    """A solution mark without its partner, with file and line."""
+    """A mark without its partner, with file and line."""
 
 
 def cut(source: str, path: str) -> tuple[str, int]:
-    """A file without its answers.
+    """A file without its answers and without what is for staff.
 
-    In Python an answer becomes ``raise NotImplementedError("... is not written yet")``, in CUDA a comment, and what
-    stands behind ``BEGIN SOLUTION, until then:`` where the optional part of a task must not stop the others. The rest
-    of the file is unchanged.
+    In Python an answer becomes ``raise NotImplementedError("... is not written yet")``, in CUDA a comment. Where an
+    optional part must not stop the others, ``BEGIN SOLUTION, until then: return 1`` names the line instead. Lines for
+    staff are dropped, or replaced where ``BEGIN STAFF, for students: return 1`` names a line. The rest of the file is
+    unchanged.
 
     Returns:
         The text, and how many answers were cut out of it.
@@ -46,31 +58,35 @@ def cut(source: str, path: str) -> tuple[str, int]:
         MarkError: marks that do not pair up.
     """
     kept: list[str] = []
-    begun, answers = 0, 0
+    begun: tuple[str, int] | None = None  # what is being cut, and the line on which it begins
+    answers = 0
     for number, line in enumerate(source.splitlines(keepends=True), start=1):
         mark = _MARK.match(line)
         if mark is None:
-            if (BEGIN in line or END in line) and line.lstrip().startswith(("# ", "// ")):
+            if _ALMOST.match(line):
                 raise MarkError(
-                    f"{path}:{number}: a solution mark stands alone on its line; got {line.strip()!r}"
+                    f"{path}:{number}: a mark stands alone on its line; got {line.strip()!r}"
                 )
-            if not begun:
+            if begun is None:
                 kept.append(line)
-        elif (mark["word"] == BEGIN) == bool(begun):
-            raise MarkError(
-                f"{path}:{number}: {mark['word']} inside or without a solution"
-                + f" (line {begun})" * bool(begun)
-            )
-        elif mark["word"] == BEGIN:
-            begun = number
-            answers += 1
-            kept.append(
-                f"{mark['indent']}{mark['until'] or _placeholder(path, kept, mark['indent'])}\n"
-            )
+        elif mark["edge"] == "BEGIN":
+            if begun is not None:
+                raise MarkError(
+                    f"{path}:{number}: BEGIN {mark['what']} inside BEGIN {begun[0]} (line {begun[1]})"
+                )
+            begun = (mark["what"], number)
+            instead = mark["instead"]
+            if mark["what"] == "SOLUTION":
+                answers += 1
+                instead = instead or _placeholder(path, kept, mark["indent"])
+            if instead:
+                kept.append(f"{mark['indent']}{instead}\n")
+        elif begun is None or begun[0] != mark["what"]:
+            raise MarkError(f"{path}:{number}: END {mark['what']} without BEGIN {mark['what']}")
         else:
-            begun = 0
-    if begun:
-        raise MarkError(f"{path}:{begun}: {BEGIN} without {END}")
+            begun = None
+    if begun is not None:
+        raise MarkError(f"{path}:{begun[1]}: BEGIN {begun[0]} without END {begun[0]}")
     return "".join(kept), answers
 
 
@@ -100,27 +116,24 @@ def make(destination: Path) -> dict[str, int]:
         raise FileExistsError(f"{destination} must be a new or an empty directory")
     texts: dict[str, str] = {}
     answers: dict[str, int] = {}
-    files = [f for f in _files() if not f.startswith(LEFT_OUT)]
+    files = [f for f in tracked_files() if not f.startswith(LEFT_OUT)]
     for file in files:
-        if file.endswith((".py", ".cu")):
+        if file.endswith(MARKED):
             texts[file], count = cut((ROOT / file).read_text(encoding="utf-8"), file)
             if count:
                 answers[file] = count
+    texts["Results.md"] = render(texts["Results.md"], {}, root=ROOT)  # no results yet
     for file in files:
         target = destination / file
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / file, target)
         if file in texts:
             target.write_text(texts[file], encoding="utf-8")
-        elif file == "Results.md":
-            target.write_text(
-                render(target.read_text(encoding="utf-8"), {}, root=ROOT), encoding="utf-8"
-            )  # empty
     return answers
 
 
-def _files() -> list[str]:
-    """What git tracks or would track; without git, all but what was built."""
+def tracked_files() -> list[str]:
+    """Paths of the files that git tracks or would track; without git, all but what was built."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=False,

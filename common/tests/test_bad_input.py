@@ -20,6 +20,7 @@ from task1.attention import CustomSelfAttention as Task1
 from task2 import attention as task2
 from task3 import attention as task3
 from task4 import attention as task4
+from task4.prefill import fast_attention
 from task5 import attention as task5
 from task6.model import customAttention, customModel, generate
 from task6.rope import RoPE, apply_rotary_emb
@@ -108,6 +109,8 @@ def _layer_rows(task: str, kind: type, cache: tuple) -> list[Row]:
         Row(f"{task}: hidden_dim not divisible by num_heads", lambda t: layer(kind, t, 64, 5),
             "hidden_dim must be a positive multiple of num_heads", "hidden_dim 64, num_heads 5"),
         Row(f"{task}: no heads", lambda t: layer(kind, t, 64, 0), "num_heads 0"),
+        Row(f"{task}: weight that is no tensor", lambda t: kind(None, *(t(64, 64) for _ in "kvo"), 64, 4),
+            "w_q must be (64, 64)", "got NoneType"),
         Row(f"{task}: weight of another shape", lambda t: layer(kind, t, w_v=t(64, 32)),
             "w_v must be (64, 64) float32", "got (64, 32) float32"),
         Row(f"{task}: weight of another dtype", lambda t: layer(kind, t, w_v=t(64, 64, dtype=F16)),
@@ -206,12 +209,12 @@ TASK4 = [
 
 def _rung(t, rung, *shape, dtype=torch.float16, kv=None, **options):
     q, k, v = (t(*s, dtype=dtype) for s in (shape, kv or shape, kv or shape))
-    return task4.fast_attention(q, k, v, rung=rung, **options)
+    return fast_attention(q, k, v, rung=rung, **options)
 
 
 def _odd(t, rung):
     q, k, v = (t(1, 5, 2, 65, dtype=torch.float16)[..., 1:] for _ in "qkv")
-    return task4.fast_attention(q, k, v, rung=rung)
+    return fast_attention(q, k, v, rung=rung)
 
 
 LADDER = [

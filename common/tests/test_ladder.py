@@ -11,7 +11,6 @@ from common.build.cli import resources
 from common.check import Rng
 from common.record import provenance
 from common.timing import Timing
-from task4 import attention as task4
 from task4.ladder import __main__ as command
 from task4.ladder import benchmark, plot, record, table, test
 from task4.ladder.benchmark import PRECISIONS, SEQS, Cell, Measured
@@ -408,23 +407,6 @@ def test_bars_end_with_status_1_if_one_is_missed(on_gpu, monkeypatch, capsys):
         command.main(["--bars", "--dtype", "tf32"]) == 0
         and "tf32 has no bars" in capsys.readouterr().out
     )
-
-
-def test_who_gets_a_rung(monkeypatch):
-    """As on a GPU that has all rungs: 16 bits and float32 with a head_dim of the ladder; no tensor on the CPU."""
-    q = torch.randn(1, 9, 2, 64)
-    assert not task4._ladder_may_be_faster(q)
-    asked = []
-    monkeypatch.setattr(task4.ladder, "fastest", lambda *of: asked.append(of) or by_number(3))
-    fake = type(
-        "OnGpu", (torch.Tensor,), {"device": property(lambda self: torch.device("cuda", 0))}
-    )
-    assert not task4._ladder_may_be_faster(
-        q.as_subclass(fake)
-    )  # rung 3 is no faster than the task's own
-    monkeypatch.setattr(task4.ladder, "fastest", lambda *of: by_number(14))
-    assert task4._ladder_may_be_faster(q.as_subclass(fake))
-    assert asked == [(torch.device("cuda", 0), torch.float32, 64)]
 
 
 def test_nothing_spills_and_no_wgmma_is_serialised():

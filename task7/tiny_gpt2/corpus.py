@@ -11,6 +11,7 @@ millions of words. Two rules of notation:
 
 import random
 import re
+import textwrap
 
 _INNERMOST = re.compile(r"\{([^{}]*)\}")
 
@@ -599,6 +600,12 @@ def _expand(text: str, bound: dict[str, str], rng: random.Random) -> str:
     while _INNERMOST.search(text):
         text = _INNERMOST.sub(choose, text)
     return text
+
+
+def words() -> str:
+    """The text of words.txt: every word of the corpus once, sorted, in lines of at most 100 characters."""
+    found = sorted(set(re.findall(r"[\w-]+", " ".join(documents(2000)))))
+    return textwrap.fill(" ".join(found), 100, break_on_hyphens=False) + "\n"
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
 from common.marked import replace
-from task7.tiny_gpt2.corpus import documents
+from task7.tiny_gpt2.corpus import documents, words
 
 FOLDER = Path(__file__).parent
 END_OF_TEXT = "<|endoftext|>"
@@ -180,7 +180,7 @@ def train(settings: Settings) -> tuple[GPT2LMHeadModel, GPT2Tokenizer, dict]:
             )
             recent.clear()
 
-    # What is kept is 16 bits a weight, so that is what gets judged.
+    # The weights are stored in 16 bits, so the figures are of the rounded ones.
     model.half().float().eval()
     figures = {
         "settings": asdict(settings),
@@ -234,7 +234,7 @@ def token_losses(model: GPT2LMHeadModel, tokens: Tensor, positions: Tensor | Non
 
 @torch.no_grad()
 def loss_by_position(model: GPT2LMHeadModel, held_out: Stream, length: int) -> dict[str, float]:
-    """Mean loss (nats a token) on documents that were not trained on, over quarters of the window."""
+    """Mean loss (nats per token) on documents that were not trained on, over quarters of the window."""
     losses = token_losses(model, held_out.rows(16, length)).mean(0)
     quarter = length // 4
     return {
@@ -258,6 +258,7 @@ def save(model: GPT2LMHeadModel, tokenizer: GPT2Tokenizer, figures: dict, folder
             raise ValueError(
                 f"the files have {size:,} bytes; at most {MAX_FOLDER_BYTES:,} are wanted"
             )
+        Path(new, "words.txt").write_text(words())
         if (folder / "README.md").is_file():
             text = with_figures((folder / "README.md").read_text(), figures, size)
             Path(new, "README.md").write_text(text)
@@ -278,7 +279,7 @@ def with_figures(readme: str, figures: dict, size: int) -> str:
         f"| corpus | {figures['settings']['documents']:,} documents, {figures['training_tokens']:,} tokens |",
         f"| training | {figures['settings']['steps']} steps, {figures['tokens_seen_in_training']:,} tokens |",
         *(
-            f"| held-out loss at positions {where} | {loss} nats a token |"
+            f"| held-out loss at positions {where} | {loss} nats per token |"
             for where, loss in figures["held_out_loss_by_position"].items()
         ),
         f"| time | {figures['seconds']} s, {machine['threads']} threads ({machine['processor']}), "
