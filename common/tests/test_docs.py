@@ -157,12 +157,10 @@ def graded(
 
 # Lengths and versions -----------------------------------------------------------------------------
 
-LONGEST = {"README.md": 150}
+LONGEST = {"README.md": 150, "task4/ladder/README.md": 150}
 
 
-@pytest.mark.parametrize(
-    "file", [f for f in PAGES if f.endswith("README.md") and not f.startswith("task4/ladder/")]
-)
+@pytest.mark.parametrize("file", [f for f in PAGES if f.endswith("README.md")])
 def test_a_page_is_short(file: str) -> None:
     lines = len(read(file).splitlines())
     assert lines <= LONGEST.get(file, 200), f"{file} has {lines} lines"
