@@ -51,6 +51,7 @@ lint: .venv/installed-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	@test -z '$(CPP_FILES)' || .venv/bin/clang-format --dry-run -Werror $(CPP_FILES)
+	@test -z '$(CPP_FILES)' || awk 'length > 120 {print FILENAME ":" FNR ": over 120 characters"; wide = 1} END {exit wide}' $(CPP_FILES)
 
 format: .venv/installed-dev
 	$(PY) -m ruff check --fix-only .

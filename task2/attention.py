@@ -9,11 +9,10 @@ import math
 import torch
 from torch import Tensor
 
-from common.build import Kernels, Strides
+from common.build import Kernels
 from common.inputs import (
     MAX_GRID,
     check_attention,
-    check_contiguous_rows,
     check_device,
     expect,
     heads_view,
@@ -22,35 +21,44 @@ from common.layer import AttentionLayer
 
 _kernels = Kernels(__file__, "attention_kernel.cu")
 
+MAX_ROWS = 2**31 - 1  # blocks along x of a grid
+
 
 def test_batched_softmax(inp: Tensor, dim: int = -1) -> Tensor:
-    """Softmax of a ``(batch, n)`` float32 tensor along ``dim``, one block a row.
+    """Softmax of a ``(batch, rows, n)`` float32 tensor along its last dimension or the one before; one block per row.
 
     Rows that are -inf throughout become 0 (PyTorch gives NaN).
 
+    Args:
+        inp: ``(batch, rows, n)``, or ``(rows, n)`` for a batch of one; any strides.
+        dim: the dimension whose elements are to add up to 1: the last (-1) or the one before it (-2).
+
     Raises:
-        ValueError: another rank, dtype or device, or ``dim`` not one of the two.
+        ValueError: another rank, dtype, device or ``dim``, or more rows than fit a grid.
     """
-    expect("inp", inp, shape=("batch", "n"), dtype=torch.float32)
+    rank = 2 if isinstance(inp, Tensor) and inp.dim() == 2 else 3
+    expect("inp", inp, shape=("batch", "rows", "n")[-rank:], dtype=torch.float32)
     check_device(inp)
-    if dim not in (-2, -1, 0, 1):
-        raise ValueError(f"dim must be one of a matrix's two dimensions; got {dim}")
+    if dim not in (-2, -1, rank - 2, rank - 1):
+        raise ValueError(f"dim must be the last dimension (-1) or the one before (-2); got {dim}")
+    rows = math.prod(inp.shape) // max(inp.shape[dim], 1)
+    if rows > MAX_ROWS:
+        raise ValueError(f"at most {MAX_ROWS} rows fit a grid; got {rows}")
     out = torch.empty_like(inp)
-    rows, cols = (0, 1) if dim in (-1, 1) else (1, 0)
     if inp.numel():
-        _kernels.launch(
-            "batched_softmax", inp=inp, out=out, rows=inp.shape[rows], n=inp.shape[cols],
-            row_stride=inp.stride(rows), col_stride=inp.stride(cols),
-            out_row_stride=out.stride(rows), out_col_stride=out.stride(cols),
-        )  # fmt: skip
+        # (batch, rows, n), where a row is what adds up to 1
+        x, y = (t.unsqueeze(0) if rank == 2 else t for t in (inp, out))
+        if dim in (-2, rank - 2):
+            x, y = x.mT, y.mT
+        _kernels.launch("batched_softmax", inp=x, out=y)
     return out
 
 
 def test_batched_GEMM_NT(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b.transpose(1, 2)`` for float32 ``a (batch, M, K)`` and ``b (batch, N, K)``: ``(batch, M, N)``.
+    """``a @ b.mT`` for float32 ``a (batch, M, K)`` and ``b (batch, N, K)``, any strides: ``(batch, M, N)``.
 
     Raises:
-        ValueError: shapes that do not fit, another dtype or device, a last dimension that is not contiguous.
+        ValueError: shapes that do not fit, another dtype or device.
     """
     expect("a", a, shape=("batch", "M", "K"), dtype=torch.float32)
     expect("b", b, shape=(a.shape[0], "N", a.shape[2]), dtype=torch.float32, device=a.device)
@@ -58,10 +66,10 @@ def test_batched_GEMM_NT(a: Tensor, b: Tensor) -> Tensor:
 
 
 def test_batched_GEMM_NN(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` for float32 ``a (batch, M, K)`` and ``b (batch, K, N)``: ``(batch, M, N)``.
+    """``a @ b`` for float32 ``a (batch, M, K)`` and ``b (batch, K, N)``, any strides: ``(batch, M, N)``.
 
     Raises:
-        ValueError: shapes that do not fit, another dtype or device, a last dimension that is not contiguous.
+        ValueError: shapes that do not fit, another dtype or device.
     """
     expect("a", a, shape=("batch", "M", "K"), dtype=torch.float32)
     expect("b", b, shape=(a.shape[0], a.shape[2], "N"), dtype=torch.float32, device=a.device)
@@ -70,17 +78,13 @@ def test_batched_GEMM_NN(a: Tensor, b: Tensor) -> Tensor:
 
 def _gemm(launcher: str, a: Tensor, b: Tensor, n: int) -> Tensor:
     check_device(a)
-    check_contiguous_rows("a", a)
-    check_contiguous_rows("b", b)
-    batch, m, k = a.shape
+    batch, m, _ = a.shape
     if batch > MAX_GRID:
         raise ValueError(f"at most {MAX_GRID} matrices fit a grid; got {batch}")
     c = torch.empty(batch, m, n, device=a.device)
     if c.numel():
-        _kernels.launch(
-            launcher, A=a, B=b, C=c, batch=batch, M=m, N=n, K=k,
-            a=Strides.of(a.unsqueeze(2)), b=Strides.of(b.unsqueeze(2)), c=Strides.of(c.unsqueeze(2)),
-        )  # fmt: skip
+        # (batch, rows, columns) -> (batch, 1, rows, columns): one head
+        _kernels.launch(launcher, A=a.unsqueeze(1), B=b.unsqueeze(1), C=c.unsqueeze(1))
     return c
 
 
@@ -92,12 +96,12 @@ def custom_attention(
     Args:
         q: ``(batch, q_len, num_heads * head_dim)`` float32, last dimension contiguous.
         k, v: ``(batch, kv_len, num_heads * head_dim)``.
-        num_heads: heads, which lie side by side in a row.
+        num_heads: heads, side by side in a row.
         causal: query i sees the keys ``j <= i + kv_len - q_len``.
 
     Returns:
-        ``(batch, q_len, num_heads * head_dim)``. The scores take ``batch * num_heads * q_len * kv_len`` floats on
-        the way.
+        ``(batch, q_len, num_heads * head_dim)``. The scores take ``batch * num_heads * q_len * kv_len`` floats of
+        scratch memory.
 
     Raises:
         ValueError: arguments that do not fit, named.
@@ -113,11 +117,10 @@ def custom_attention(
         return out.zero_()
     if out.numel():
         scores = torch.empty(batch, num_heads, q_len, kv_len, device=q.device)
-        strides = [Strides.of(t) for t in (*heads, out.unflatten(-1, (num_heads, head_dim)))]
+        # (batch, seq, heads, head_dim) -> (batch, heads, seq, head_dim): one matrix per head
+        q, k, v, o = (t.transpose(1, 2) for t in (*heads, out.unflatten(-1, (num_heads, head_dim))))
         _kernels.launch(
-            "custom_attention", q=q, k=k, v=v, scores=scores, out=out,
-            batch=batch, heads=num_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim,
-            q_strides=strides[0], k_strides=strides[1], v_strides=strides[2], out_strides=strides[3],
+            "custom_attention", q=q, k=k, v=v, scores=scores, out=o,
             scale=1 / math.sqrt(head_dim), causal=causal,
         )  # fmt: skip
     return out

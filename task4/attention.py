@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from common.build import Kernels, Strides, dtype_code
+from common.build import Kernels, dtype_code
 from common.inputs import check_attention, check_lengths, heads_view, kv_heads_of
 from common.layer import AttentionLayer
 
@@ -17,10 +17,11 @@ _kernels = Kernels(__file__, "attention_kernel.cu")
 TILES = {64: ((128, 64), (32, 32)), 128: ((128, 64), (32, 32))}
 
 
-def shared_memory(tile: tuple[int, int], head_dim: int) -> int:
-    """Bytes of shared memory that a block takes: Q_i, K_j, V_j and P, as ``Tiles`` in the .cu lays them out."""
-    (B_r, B_c), d = tile, 64 if head_dim <= 64 else 128
-    return 4 * (B_r * d + B_c * (d + 4) + B_c * d + B_r * B_c)
+@functools.cache
+def shared_memory(tile: tuple[int, int], head_dim: int, device: torch.device) -> int:
+    """Bytes of shared memory that a block takes, as the .cu says."""
+    B_r, B_c = tile
+    return _kernels.query("shared_memory_bytes", device, B_r=B_r, B_c=B_c, head_dim=head_dim)
 
 
 @functools.cache
@@ -40,7 +41,9 @@ def _largest_tile(head_dim: int, device: torch.device) -> tuple[int, int]:
 
 def tile_fits(tile: tuple[int, int], head_dim: int, device: torch.device) -> bool:
     """Whether a block on this device has the shared memory that the tile needs."""
-    return device.type == "cpu" or shared_memory(tile, head_dim) <= _shared_memory_limit(device)
+    if device.type == "cpu":
+        return True
+    return shared_memory(tile, head_dim, device) <= _shared_memory_limit(device)
 
 
 def flash_attention(
@@ -87,8 +90,6 @@ def flash_attention(
     if batch and q_len and heads:
         _kernels.launch(
             "flash_attention", q=q, k=k, v=v, out=out, seqlens_k=seqlens_k, leftpad_k=leftpad_k,
-            batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim,
-            q_strides=Strides.of(q), k_strides=Strides.of(k), v_strides=Strides.of(v), out_strides=Strides.of(out),
             scale=1 / math.sqrt(head_dim) if scale is None else scale, causal=causal, dtype=dtype_code(q.dtype),
             B_r=tile[0], B_c=tile[1],
         )  # fmt: skip
@@ -100,9 +101,10 @@ def _check_tile(tile: tuple[int, int], head_dim: int, device: torch.device) -> N
     if tile not in compiled:
         raise ValueError(f"tile must be one of {compiled}; got {tile}")
     if not tile_fits(tile, head_dim, device):
+        needed, limit = shared_memory(tile, head_dim, device), _shared_memory_limit(device)
         raise ValueError(
-            f"a tile of {tile[0]} x {tile[1]} at head_dim {head_dim} needs {shared_memory(tile, head_dim):,} bytes of "
-            f"shared memory; a block on {torch.cuda.get_device_name(device)} has {_shared_memory_limit(device):,}"
+            f"a tile of {tile[0]} x {tile[1]} at head_dim {head_dim} needs {needed:,} bytes of shared memory; "
+            f"a block on {torch.cuda.get_device_name(device)} has {limit:,}"
         )
 
 

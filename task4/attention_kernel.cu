@@ -3,8 +3,8 @@
 //
 //   q, out (batch, q_len, heads, head_dim)      k, v (batch, kv_len, kv_heads, head_dim)     read in place, any strides
 //   grid  (ceil(q_len / B_r), heads, batch)     one block for each Q_i: the outer loop of the paper is the grid
-//   block (16, 16)                              thread (tx, ty) owns the rows ty, ty + 16, ... of the tile, and of each
-//                                               such row the columns tx, tx + 16, ... of S and P, and its share of O
+//   block (16, 16)                              thread (tx, ty) computes rows ty, ty + 16, ... of the tile: columns
+//                                               tx, tx + 16, ... of S and P, and its share of O
 //
 //   line  8    S   = Q_i K_j^T                           Q_i and K_j from shared memory, S in registers
 //   line  9    m'  = max(m_i, rowmax(S))                 16 threads share a row: half a warp, so shuffles suffice
@@ -17,6 +17,7 @@
 #include <cuda_runtime.h>
 
 #include "dtype.cuh"
+#include "launch.cuh"
 #include "tensor.cuh"
 
 constexpr int LANES = 16;              // threads along a row, and rows side by side: a block has 16 x 16 threads
@@ -33,15 +34,16 @@ struct Attention {
   bool causal;
 };
 
-// Shared memory of a block, in floats. Neighbouring threads read neighbouring rows of K_j, so these are 4 floats longer
-// than their contents: 16-byte reads of 8 consecutive rows then fall into 32 different banks.
-template <int B_r, int B_c, int HEAD_DIM>
+// Where each tile begins in a block's shared memory, the length of a row of K_j, and the size of all, in floats.
+// Neighbouring threads read neighbouring rows of K_j, so these are 4 floats longer than their contents: 16-byte reads
+// of 8 consecutive rows then fall into 32 different banks.
 struct Tiles {
-  static constexpr int K_ROW = HEAD_DIM + 4;
-  static constexpr int Q = 0, K = Q + B_r * HEAD_DIM, V = K + B_c * K_ROW, P = V + B_c * HEAD_DIM, SIZE = P + B_r * B_c;
-  static_assert(B_r % LANES == 0 && B_c % LANES == 0, "B_r and B_c must be multiples of 16");
-  static_assert(HEAD_DIM % 64 == 0, "a row of V must be a whole number of 16 x float4");
+  int Q, K, V, P, K_row, size;
 };
+__host__ __device__ constexpr Tiles make_tiles(int B_r, int B_c, int HEAD_DIM) {
+  const int K_row = HEAD_DIM + 4, K = B_r * HEAD_DIM, V = K + B_c * K_row, P = V + B_c * HEAD_DIM;
+  return {0, K, V, P, K_row, P + B_r * B_c};
+}
 
 __device__ __forceinline__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
 
@@ -63,7 +65,7 @@ __device__ __forceinline__ void load_tile(float* tile, const T* rows, int64_t ro
   }
 }
 
-// The same in two halves, for a tile of B_c rows that is on its way while the block computes: fetch() starts the loads into
+// The same in two halves, for a tile of B_c rows that is loaded while the block computes: fetch() starts the loads into
 // registers, store() waits for them. 16-bit values are converted by store(), because converting waits too.
 template <int B_c, int HEAD_DIM, typename T>
 struct Prefetch {
@@ -89,12 +91,14 @@ struct Prefetch {
 
 template <int B_r, int B_c, int HEAD_DIM, typename T>
 __global__ void __launch_bounds__(LANES* LANES) flashattention_kernel(Attention<T> a) {
-  using Tile = Tiles<B_r, B_c, HEAD_DIM>;
+  static_assert(B_r % LANES == 0 && B_c % LANES == 0, "B_r and B_c must be multiples of 16");
+  static_assert(HEAD_DIM % 64 == 0, "a row of V must be a whole number of 16 x float4");
+  constexpr Tiles tiles = make_tiles(B_r, B_c, HEAD_DIM);
   extern __shared__ __align__(16) float shared[];
-  float* Q_i = shared + Tile::Q;  // [B_r][HEAD_DIM], times scale log2(e)
-  float* K_j = shared + Tile::K;  // [B_c][HEAD_DIM]
-  float* V_j = shared + Tile::V;  // [B_c][HEAD_DIM]
-  float* P_s = shared + Tile::P;  // [B_r][B_c]
+  float* Q_i = shared + tiles.Q;  // [B_r][HEAD_DIM], times scale log2(e)
+  float* K_j = shared + tiles.K;  // [B_c][HEAD_DIM]
+  float* V_j = shared + tiles.V;  // [B_c][HEAD_DIM]
+  float* P_s = shared + tiles.P;  // [B_r][B_c]
 
   const int tx = threadIdx.x, ty = threadIdx.y, head = blockIdx.y, b = blockIdx.z;
   const int kv_head = head / (a.heads / a.kv_heads);
@@ -117,17 +121,17 @@ __global__ void __launch_bounds__(LANES* LANES) flashattention_kernel(Attention<
   const int end = a.causal ? min(seqlen, min(row_0 + B_r, a.q_len) + diagonal) : seqlen;  // tiles past it are skipped
   Prefetch<B_c, HEAD_DIM, T> next;
   next.fetch(k, a.k_strides.row, leftpad, seqlen, a.head_dim);
-  for (int col_0 = leftpad; col_0 < end; col_0 += B_c) {  // line 6; what lies in the padding is not even read
-    next.template store<Tile::K_ROW>(K_j);
-    __syncthreads();                                           // K_j (and Q_i) complete; V_j and P of the last round consumed
-    next.fetch(v, a.v_strides.row, col_0, seqlen, a.head_dim);  // line 7: V_j comes while S is computed
+  for (int col_0 = leftpad; col_0 < end; col_0 += B_c) {  // line 6; keys in the padding are not even read
+    next.template store<tiles.K_row>(K_j);
+    __syncthreads();  // K_j (and Q_i) complete; V_j and P of the last round consumed
+    next.fetch(v, a.v_strides.row, col_0, seqlen, a.head_dim);  // line 7: V_j is loaded while S is computed
 
     float S[ROWS][COLS] = {};
 #pragma unroll 4
     for (int e = 0; e < HEAD_DIM; e += 4) {  // line 8
       float4 key[COLS];
 #pragma unroll
-      for (int c = 0; c < COLS; ++c) key[c] = load4(&K_j[(tx + LANES * c) * Tile::K_ROW + e]);
+      for (int c = 0; c < COLS; ++c) key[c] = load4(&K_j[(tx + LANES * c) * tiles.K_row + e]);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const float4 query = load4(&Q_i[(ty + LANES * r) * HEAD_DIM + e]);
@@ -216,16 +220,19 @@ __global__ void __launch_bounds__(LANES* LANES) flashattention_kernel(Attention<
 // ---------------------------------------------------------------------------------------------------------------------
 template <int B_r, int B_c, int HEAD_DIM, typename T>
 static cudaError_t launch_tile(const Attention<T>& a, cudaStream_t stream) {
-  constexpr int bytes = Tiles<B_r, B_c, HEAD_DIM>::SIZE * sizeof(float);
-  const auto kernel = flashattention_kernel<B_r, B_c, HEAD_DIM, T>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;  // more than this GPU's blocks can have
+  constexpr int bytes = sizeof(float) * make_tiles(B_r, B_c, HEAD_DIM).size;
+  if (cudaError_t error = allow_shared_memory<flashattention_kernel<B_r, B_c, HEAD_DIM, T>, bytes>()) return error;
   const dim3 grid(ceil_div(a.q_len, B_r), a.heads, a.batch), block(LANES, LANES);
   flashattention_kernel<B_r, B_c, HEAD_DIM, T><<<grid, block, bytes, stream>>>(a);
   return cudaGetLastError();
 }
 
-// The tiles that are compiled. attention.py picks one of them; to try another, add it here and there.
+// Bytes of shared memory that a block takes. attention.py picks a tile by it.
+extern "C" int shared_memory_bytes(int B_r, int B_c, int head_dim) {
+  return sizeof(float) * make_tiles(B_r, B_c, head_dim <= 64 ? 64 : 128).size;
+}
+
+// The tiles that are compiled. attention.py picks one of them; to try another, add it here and in its TILES.
 template <int HEAD_DIM, typename T>
 static cudaError_t launch(int B_r, int B_c, const Attention<T>& a, cudaStream_t stream) {
   if (B_r == 128 && B_c == 64) return launch_tile<128, 64, HEAD_DIM>(a, stream);
@@ -233,19 +240,21 @@ static cudaError_t launch(int B_r, int B_c, const Attention<T>& a, cudaStream_t 
   return cudaErrorInvalidValue;
 }
 
-extern "C" cudaError_t flash_attention(const void* q, const void* k, const void* v, void* out, const int* seqlens_k,
-                                       const int* leftpad_k, int batch, int heads, int kv_heads, int q_len, int kv_len,
-                                       int head_dim, Strides q_strides, Strides k_strides, Strides v_strides,
-                                       Strides out_strides, float scale, int causal, int dtype, int B_r, int B_c,
-                                       cudaStream_t stream) {
-  const auto run = [&](auto zero) {
+// q, out (batch, q_len, heads, head_dim)   k, v (batch, kv_len, kv_heads, head_dim)
+// seqlens_k, leftpad_k (batch), or null
+extern "C" cudaError_t flash_attention(View q, View k, View v, View out, const int* seqlens_k, const int* leftpad_k,
+                                       float scale, int causal, int dtype, int B_r, int B_c, cudaStream_t stream) {
+  return with_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    const Attention<T> a = {static_cast<const T*>(q), static_cast<const T*>(k), static_cast<const T*>(v),
-                            static_cast<T*>(out), q_strides, k_strides, v_strides, out_strides, seqlens_k, leftpad_k,
-                            batch, heads, kv_heads, q_len, kv_len, head_dim, scale, causal != 0};
-    return head_dim <= 64 ? launch<64>(B_r, B_c, a, stream) : launch<128>(B_r, B_c, a, stream);
-  };
-  if (dtype == FLOAT16) return run(__half{});
-  if (dtype == BFLOAT16) return run(__nv_bfloat16{});
-  return run(float{});
+    Attention<T> a;
+    a.q = q.as<T>(), a.q_strides = strides_of(q);
+    a.k = k.as<T>(), a.k_strides = strides_of(k);
+    a.v = v.as<T>(), a.v_strides = strides_of(v);
+    a.out = out.as<T>(), a.out_strides = strides_of(out);
+    a.seqlens_k = seqlens_k, a.leftpad_k = leftpad_k;
+    a.batch = q.sizes[0], a.q_len = q.sizes[1], a.heads = q.sizes[2], a.head_dim = q.sizes[3];
+    a.kv_len = k.sizes[1], a.kv_heads = k.sizes[2];
+    a.scale = scale, a.causal = causal != 0;
+    return a.head_dim <= 64 ? launch<64>(B_r, B_c, a, stream) : launch<128>(B_r, B_c, a, stream);
+  });
 }

@@ -6,15 +6,12 @@ import math
 import torch
 from torch import Tensor
 
-from common.build import Kernels, Strides, dtype_code
+from common.build import Kernels, dtype_code
 from common.inputs import (
-    KERNEL_DTYPES,
     check_attention,
-    check_contiguous_rows,
-    check_device,
+    check_cache,
     check_head_dim,
     check_lengths,
-    expect,
     heads_view,
     kv_heads_of,
 )
@@ -42,27 +39,16 @@ def update_kv_cache(
     Raises:
         ValueError: arguments that do not fit, or an int ``current_pos`` outside the cache; nothing is written.
     """
-    expect("k_cache", k_cache, shape=("batch", "max_seq_len", "hidden"), dtype=KERNEL_DTYPES)
-    batch, max_seq_len, hidden = k_cache.shape
-    expect("v_cache", v_cache, shape=k_cache.shape, dtype=k_cache.dtype, device=k_cache.device)
-    expect("k", k, shape=(batch, "n", hidden), dtype=k_cache.dtype, device=k_cache.device)
-    expect("v", v, shape=k.shape, dtype=k_cache.dtype, device=k_cache.device)
-    check_device(k_cache)
-    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
-        check_contiguous_rows(name, tensor)
-    n = k.shape[1]
-    if isinstance(current_pos, Tensor):
+    check_cache(k_cache, v_cache, k, v)
+    on_device = isinstance(current_pos, Tensor)
+    if on_device:
         check_lengths("current_pos", current_pos, k_cache)
     else:
-        check_position(current_pos, n, max_seq_len)
-    if batch and n and hidden:
-        on_device = isinstance(current_pos, Tensor)
-        strides = [Strides.of(t.unsqueeze(2)) for t in (k_cache, v_cache, k, v)]
+        check_position(current_pos, n=k.shape[1], max_seq_len=k_cache.shape[1])
+    if k.numel():
         _kernels.launch(
             "update_kv_cache", k_cache=k_cache, v_cache=v_cache, k=k, v=v,
             positions=current_pos if on_device else None, current_pos=0 if on_device else current_pos,
-            batch=batch, n=n, max_seq_len=max_seq_len, hidden=hidden,
-            k_cache_strides=strides[0], v_cache_strides=strides[1], k_strides=strides[2], v_strides=strides[3],
             dtype=dtype_code(k.dtype),
         )  # fmt: skip
 
@@ -84,14 +70,14 @@ def choose_num_splits(blocks: int, kv_len: int, multiprocessors: int) -> int:
     """
     slots = multiprocessors * BLOCKS_PER_MULTIPROCESSOR
     # BEGIN SOLUTION, until then: return 1
-    return _fewest_splits(blocks, slots, most=max(1, min(kv_len // MIN_KEYS_PER_SPLIT, slots)))
+    return _fewest_splits(blocks, slots, limit=max(1, min(kv_len // MIN_KEYS_PER_SPLIT, slots)))
     # END SOLUTION
 
 
 @functools.cache
-def _fewest_splits(blocks: int, slots: int, most: int) -> int:
+def _fewest_splits(blocks: int, slots: int, limit: int) -> int:
     # BEGIN SOLUTION
-    waves = [blocks * splits / slots for splits in range(1, most + 1)]
+    waves = [blocks * splits / slots for splits in range(1, limit + 1)]
     fullness = [w / math.ceil(w) for w in waves]
     return next(i for i, f in enumerate(fullness, start=1) if f >= 0.85 * max(fullness))
     # END SOLUTION
@@ -132,7 +118,7 @@ def flash_attention_decode(
     check_lengths("leftpad_k", leftpad_k, q)
     if num_splits is not None and not 1 <= num_splits <= max(kv_len, 1):
         raise ValueError(f"num_splits must be from 1 to kv_len {kv_len}; got {num_splits}")
-    out = torch.empty((batch, 1, heads, head_dim), dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if kv_len == 0:
         return out.zero_()
     if not (batch and heads):
@@ -141,33 +127,23 @@ def flash_attention_decode(
         num_splits = choose_num_splits(batch * heads, kv_len, multiprocessors(q.device))
     partial_out = partial_lse = None
     if num_splits > 1:
-        partial_out = torch.empty(batch, heads, num_splits, head_dim, device=q.device)
-        partial_lse = torch.empty(batch, heads, num_splits, device=q.device)
+        parts = dict(dtype=torch.float32, device=q.device)
+        partial_out = torch.empty(size=(batch, heads, num_splits, head_dim), **parts)
+        partial_lse = torch.empty(size=(batch, heads, num_splits), **parts)
     _kernels.launch(
         "flash_attention_decode", q=q, k=k, v=v, out=out, partial_out=partial_out, partial_lse=partial_lse,
-        seqlens_k=seqlens_k, leftpad_k=leftpad_k,
-        batch=batch, heads=heads, kv_heads=kv_heads, kv_len=kv_len, head_dim=head_dim, num_splits=num_splits,
-        q_strides=Strides.of(q), k_strides=Strides.of(k), v_strides=Strides.of(v), out_strides=Strides.of(out),
-        scale=1 / math.sqrt(head_dim) if scale is None else scale,
-        vectors=all(map(_in_fours, (q, k, v))), dtype=dtype_code(q.dtype),
+        seqlens_k=seqlens_k, leftpad_k=leftpad_k, num_splits=num_splits,
+        scale=1 / math.sqrt(head_dim) if scale is None else scale, dtype=dtype_code(q.dtype),
     )  # fmt: skip
     return out
 
 
+@functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a GPU has; 1 for the CPU, where nothing is gained by splitting."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 1
-    )
-
-
-def _in_fours(tensor: Tensor) -> bool:
-    """Whether every row of every head starts at a multiple of 4 elements and has a multiple of 4."""
-    return tensor.data_ptr() % (4 * tensor.element_size()) == 0 and not any(
-        n % 4 for n in (*tensor.stride()[:3], tensor.shape[3])
-    )
+    """How many a GPU has; 1 for the CPU, where splitting gains nothing."""
+    if device.type == "cpu":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def custom_flash_attention_decode(

@@ -1,4 +1,4 @@
-// Task 5. Generating with a KV cache: append the new keys and values, then let one query a sequence read the cache.
+// Task 5. Generating with a KV cache: append the new keys and values, then let one query per sequence read the cache.
 //
 //   update_cache_kernel             copies new rows into (batch, max_seq_len, hidden) caches, in place
 //   flash_attention_decode_kernel   FlashAttention-2 with one query row: the loop over Q_i is gone, what is left reads
@@ -7,7 +7,7 @@
 //                                   fill a GPU; then the keys are split over several blocks, and their partial results
 //                                   are merged as two tiles of FlashAttention are, by their maxima and sums.
 //
-// fp32, fp16 or bf16 in memory, fp32 inside. Caches are read where they lie, up to seqlens_k[b] keys.
+// fp32, fp16 or bf16 in memory, fp32 inside. Caches are read in place, up to seqlens_k[b] keys.
 #include <cuda_runtime.h>
 
 #include "dtype.cuh"
@@ -18,7 +18,7 @@ constexpr float LOG2_E = 1.44269504f;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // k_cache[b, pos + i] = k[b, i] and the same for v, for i < n and pos = positions[b], or current_pos where positions is
-// null. A row that would stand outside the cache is not written.     grid (n, batch), block (THREADS)
+// null. A row outside the cache is not written.     grid (n, batch), block (THREADS)
 // ---------------------------------------------------------------------------------------------------------------------
 template <typename T>
 __global__ void update_cache_kernel(T* k_cache, T* v_cache, const T* k, const T* v, const int* positions,
@@ -49,7 +49,7 @@ __global__ void update_cache_kernel(T* k_cache, T* v_cache, const T* k, const T*
 //   partial_lse (batch, heads, num_splits), which combine_splits_kernel merges.
 //
 // A key is read by GROUP = HEAD_DIM / 4 neighbouring threads, 4 elements each: a warp reads 512 consecutive bytes of
-// fp32. Every group keeps its own m, l and O over its keys and B_c of its keys in flight; the groups meet at the end.
+// fp32. Every group keeps its own m, l and O, and has B_c of its keys in flight; the groups are merged at the end.
 // ---------------------------------------------------------------------------------------------------------------------
 template <typename T>
 struct Decode {
@@ -117,11 +117,11 @@ __global__ void __launch_bounds__(THREADS) flash_attention_decode_kernel(Decode<
   float m_i = -INFINITY, l_i = 0.0f;
   float4 O_i = {};
 
-  for (int col_0 = begin; col_0 < end; col_0 += GROUPS * B_c) {  // as often for every thread: the shuffles need all
+  for (int col_0 = begin; col_0 < end; col_0 += GROUPS * B_c) {  // as often for each thread: the shuffles need all
     float S[B_c];
     typename Load4<T>::Word key[B_c], value[B_c];
 #pragma unroll
-    for (int c = 0; c < B_c; ++c) {  // all loads are under way before the first is used
+    for (int c = 0; c < B_c; ++c) {  // all loads are in flight before the first is used
       const int j = min(col_0 + c * GROUPS + group, end - 1);
       key[c] = read4(k + j * a.k_strides.row, first, a.head_dim, a.vectors);
       value[c] = read4(v + j * a.v_strides.row, first, a.head_dim, a.vectors);
@@ -199,41 +199,46 @@ __global__ void combine_splits_kernel(const float* partial_out, const float* par
 // ---------------------------------------------------------------------------------------------------------------------
 // Launchers, called from attention.py
 // ---------------------------------------------------------------------------------------------------------------------
-template <typename Run>
-static cudaError_t with_dtype(int dtype, Run run) {
-  if (dtype == FLOAT16) return run(__half{});
-  if (dtype == BFLOAT16) return run(__nv_bfloat16{});
-  return run(float{});
-}
-
-extern "C" cudaError_t update_kv_cache(void* k_cache, void* v_cache, const void* k, const void* v, const int* positions,
-                                       int current_pos, int batch, int n, int max_seq_len, int hidden,
-                                       Strides k_cache_strides, Strides v_cache_strides, Strides k_strides,
-                                       Strides v_strides, int dtype, cudaStream_t stream) {
+// k_cache, v_cache (batch, max_seq_len, hidden)   k, v (batch, n, hidden)   positions (batch), or null
+extern "C" cudaError_t update_kv_cache(View k_cache, View v_cache, View k, View v, const int* positions,
+                                       int current_pos, int dtype, cudaStream_t stream) {
+  const int batch = k.sizes[0], n = k.sizes[1], hidden = k.sizes[2], max_seq_len = k_cache.sizes[1];
   return with_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     update_cache_kernel<T><<<dim3(n, batch), THREADS, 0, stream>>>(
-        static_cast<T*>(k_cache), static_cast<T*>(v_cache), static_cast<const T*>(k), static_cast<const T*>(v),
-        positions, current_pos, max_seq_len, hidden, k_cache_strides, v_cache_strides, k_strides, v_strides);
+        k_cache.as<T>(), v_cache.as<T>(), k.as<T>(), v.as<T>(), positions, current_pos, max_seq_len, hidden,
+        strides_of(k_cache), strides_of(v_cache), strides_of(k), strides_of(v));
     return cudaGetLastError();
   });
 }
 
 constexpr int B_C = 4;  // keys that a group of threads has in flight, to be tuned
 
+// Whether every row of every head starts at a multiple of 4 elements and has a multiple of 4 of them.
+static bool in_fours(const View& tensor, int element_size) {
+  const uint64_t offsets = tensor.strides[0] | tensor.strides[1] | tensor.strides[2] | tensor.sizes[3];
+  return offsets % 4 == 0 && reinterpret_cast<uintptr_t>(tensor.data) % (4 * element_size) == 0;
+}
+
+// q, out (batch, 1, heads, head_dim)   k, v (batch, kv_len, kv_heads, head_dim)   seqlens_k, leftpad_k (batch), or null
 // partial_out, partial_lse: scratch for num_splits > 1, else null
-extern "C" cudaError_t flash_attention_decode(const void* q, const void* k, const void* v, void* out,
-                                              float* partial_out, float* partial_lse, const int* seqlens_k,
-                                              const int* leftpad_k, int batch, int heads, int kv_heads, int kv_len,
-                                              int head_dim, int num_splits, Strides q_strides, Strides k_strides,
-                                              Strides v_strides, Strides out_strides, float scale, int vectors,
+extern "C" cudaError_t flash_attention_decode(View q, View k, View v, View out, float* partial_out, float* partial_lse,
+                                              const int* seqlens_k, const int* leftpad_k, int num_splits, float scale,
                                               int dtype, cudaStream_t stream) {
+  const int batch = q.sizes[0], heads = q.sizes[2], head_dim = q.sizes[3], kv_len = k.sizes[1];
   return with_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    const Decode<T> a = {static_cast<const T*>(q), static_cast<const T*>(k), static_cast<const T*>(v),
-                         static_cast<T*>(out), partial_out, partial_lse, q_strides, k_strides, v_strides, out_strides,
-                         seqlens_k, leftpad_k, heads, kv_heads, kv_len, head_dim, ceil_div(kv_len, num_splits), scale,
-                         vectors != 0};
+    Decode<T> a;
+    a.q = q.as<T>(), a.q_strides = strides_of(q);
+    a.k = k.as<T>(), a.k_strides = strides_of(k);
+    a.v = v.as<T>(), a.v_strides = strides_of(v);
+    a.out = out.as<T>(), a.out_strides = strides_of(out);
+    a.partial_out = partial_out, a.partial_lse = partial_lse;
+    a.seqlens_k = seqlens_k, a.leftpad_k = leftpad_k;
+    a.heads = heads, a.kv_heads = k.sizes[2], a.kv_len = kv_len, a.head_dim = head_dim;
+    a.keys_per_split = ceil_div(kv_len, num_splits);
+    a.scale = scale;
+    a.vectors = in_fours(q, sizeof(T)) && in_fours(k, sizeof(T)) && in_fours(v, sizeof(T));
     const dim3 grid(num_splits, heads, batch);
     if (head_dim <= 64)
       flash_attention_decode_kernel<B_C, 64><<<grid, THREADS, 0, stream>>>(a);
@@ -241,7 +246,7 @@ extern "C" cudaError_t flash_attention_decode(const void* q, const void* k, cons
       flash_attention_decode_kernel<B_C, 128><<<grid, THREADS, 0, stream>>>(a);
     if (num_splits > 1)
       combine_splits_kernel<<<dim3(heads, batch), THREADS, 0, stream>>>(partial_out, partial_lse, a.out, num_splits,
-                                                                        heads, head_dim, out_strides);
+                                                                        heads, head_dim, a.out_strides);
     return cudaGetLastError();
   });
 }

@@ -11,14 +11,14 @@ Importing this does not import torch, start a compiler or touch a GPU.
 from common.build.builder import build
 from common.build.cli import compile_main
 from common.build.library import KernelError, Kernels, dtype_code, using
-from common.build.signature import Strides
+from common.build.signature import View
 from common.build.toolchain import BuildError
 
 __all__ = [
     "BuildError",
     "KernelError",
     "Kernels",
-    "Strides",
+    "View",
     "build",
     "compile_main",
     "dtype_code",

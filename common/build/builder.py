@@ -1,10 +1,10 @@
 """From .cu files to shared libraries in ``.build/``, built once and shared by every process of this checkout.
 
-A library's file name carries the hash of everything that it is made from: its sources with all the
-headers of this repository that they include, the flags, the compilers. So "is it up to date" is "is the
-file there". Each build works in a folder of its own and a library appears under its name by an atomic
-rename: a build that is killed leaves only a folder that nobody looks at, and two builds at once make the
-same file twice. There is no lock. ninja runs the compilers, as many at once as there are cores.
+A library's file name contains the hash of everything that it is made from: its sources with all the headers of this
+repository that they include, the flags, the compilers. So a library is up to date if its file exists. Each build works
+in a folder of its own, and a library gets its name by an atomic rename: a build that is killed leaves only an unused
+folder, and two builds at the same time make the same file twice. There is no lock. ninja runs as many compilers at once
+as there are cores.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ INCLUDE = ROOT / "common/include"
 # In a command: the library, the object file, and the folder of rewritten sources, in this build's own folder.
 OUT, OBJECT, TREE = "{work}.out", "{work}.o", "{work}.tree"
 
-# What stays in .build/ of one source for one device: the last builds, so that going back costs nothing,
-# and all that were used in the last minutes, because somebody may be about to load one.
+# What .build/ keeps of one source for one device: the last builds, so that going back costs nothing, and all that were
+# used in the last minutes, because a process may be about to load one.
 KEEP = 12
 YOUNG = 600
 STALE = 24 * 3600  # seconds after which the working folder of a killed build is removed
@@ -49,12 +49,12 @@ NVCC_FLAGS = (
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)[>"]', re.MULTILINE)
 _ARCHITECTURES = re.compile(r"^//[ \t]*architectures:[ \t]*(.+)$", re.MULTILINE)
-_HEAD = 30  # lines of a source in which it may say what it is for
+_HEAD = 30  # lines of a source that may contain that line
 
 
 @dataclass(frozen=True)
 class Target:
-    """One library to be: from what, by which command, under which name."""
+    """One library to build: from which files, by which commands, under which name."""
 
     source: Path
     device: str  # "cpu" or "cuda"
@@ -69,13 +69,13 @@ class Target:
 
     @property
     def log(self) -> Path:
-        """What the compiler said."""
+        """The compiler's output."""
         return self.path.with_suffix(".log")
 
 
 @dataclass(frozen=True)
 class Built:
-    """What became of a target: ``seconds`` is None if it was up to date, ``said`` the compiler's words."""
+    """A target that is built: ``seconds`` is None if it was up to date, ``said`` is the compiler's output."""
 
     target: Target
     seconds: float | None
@@ -100,7 +100,7 @@ def build(
         verbose: print the commands.
 
     Raises:
-        BuildError: something does not compile (the compiler's own words), or there is nothing to compile with.
+        BuildError: something does not compile (with the compiler's output), or there is no compiler.
     """
     targets = [plan(source, device, check=check, arch=arch) for source in sources]
     make(targets, verbose=verbose)
@@ -115,7 +115,7 @@ def plan(
 ) -> Target:
     """The target for one source. Runs no compiler, except to ask its version.
 
-    ``here``: what is built for ``arch`` is going to run here, so the driver has to suit too.
+    ``here``: the library is going to run on this machine, so the driver has to fit too.
     """
     source = Path(source).resolve()
     if not source.is_file():
@@ -135,7 +135,7 @@ def architectures(source: Path) -> tuple[str, ...]:
     Empty for a source without such a line, which is for every GPU and for the CPU.
 
     Raises:
-        BuildError: the line names something that is no architecture.
+        BuildError: the line names something that is not an architecture.
     """
     head = "\n".join(_text(source).splitlines()[:_HEAD])
     found = _ARCHITECTURES.search(head)
@@ -188,7 +188,7 @@ def _plan_cpu(source: Path, check: bool) -> Target:
             compiler.path, *CPP_FLAGS, *flags, *_own_symbols(compiler.kind), *includes, f"-I{layer}",
             "-c", f"{TREE}/{_mirror(source)}.cpp", "-o", OBJECT,
         ),
-        # Linked apart, because with -fsanitize=thread the compiler would link the sanitizer's own library.
+        # Linked separately: with -fsanitize=thread the compiler would link the sanitizer's own library.
         (compiler.path, "-shared", OBJECT, display(runtime.path), *_link_flags(), "-o", OUT),
     )  # fmt: skip
     digest = _digest(files, [*sum(commands, ()), str(compiler), _layer_digest()])
@@ -213,7 +213,7 @@ def cpu_runtime() -> Target:
     )  # fmt: skip
     digest = _digest(sources, [*command, str(compiler), _layer_digest()])
     path = BUILD / f"libcuda_on_cpu.{digest}{_suffix()}"
-    # The name by which the kernels' libraries ask for it; where they look is in _link_flags.
+    # The name under which the kernels' libraries look for it; _link_flags says where.
     if sys.platform == "darwin":
         command += ("-install_name", f"@rpath/{path.name}")
     else:
@@ -240,7 +240,7 @@ def closure(source: Path, folders: Iterable[Path]) -> tuple[Path, ...]:
 
 
 def display(path: Path) -> str:
-    """The path as a student types it: from the checkout's root, where the compilers are run."""
+    """The path as a student types it: relative to the checkout's root, where the compilers run."""
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
@@ -249,12 +249,12 @@ def _include_flags(source: Path) -> tuple[str, ...]:
 
 
 def _mirror(path: Path) -> str:
-    """Where a file's rewritten copy stands, below the tree."""
+    """The path of a file's rewritten copy below the tree."""
     return display(path).lstrip("/") or "."
 
 
 def _library(source: Path, tag: str, digest: str) -> Path:
-    inside = source.is_relative_to(ROOT)  # others are tests' and experiments'
+    inside = source.is_relative_to(ROOT)  # others belong to tests and experiments
     stem = display(source.with_suffix("")).replace("/", "-") if inside else f"outside-{source.stem}"
     return BUILD / f"{stem}.{tag}.{digest}{_suffix()}"
 
@@ -266,12 +266,12 @@ def _suffix() -> str:
 def _link_flags() -> tuple[str, ...]:
     if sys.platform == "darwin":
         return ("-Wl,-rpath,@loader_path",)
-    # $ORIGIN: the runtime stands beside the library that needs it, wherever the checkout is moved.
+    # $ORIGIN: the runtime is beside the library that needs it, wherever the checkout is moved.
     return ("-Wl,-rpath,$ORIGIN", "-Wl,-Bsymbolic")
 
 
 def _own_symbols(kind: str) -> tuple[str, ...]:
-    """g++ makes the statics of templates unique in the process, even between two builds of one kernel."""
+    """Without it g++ makes the statics of templates unique in the process, even between two builds of one kernel."""
     return ("-fno-gnu-unique",) if kind == "gcc" and sys.platform != "darwin" else ()
 
 
@@ -304,10 +304,10 @@ def _text(file: Path) -> str:
 
 
 def make(targets: Sequence[Target], *, verbose: bool = False) -> list[Built]:
-    """Build the targets that are not there, with what they need, and say what became of each.
+    """Build the targets that do not exist yet, with what they need, and report on all.
 
     Raises:
-        BuildError: at least one did not compile. The others are there all the same.
+        BuildError: at least one did not compile. The others are built all the same.
     """
     wanted = list(dict.fromkeys(t for target in targets for t in (*target.needs, target)))
     missing = [target for target in wanted if not target.path.exists()]
@@ -332,7 +332,7 @@ def _run(missing: Sequence[Target], verbose: bool) -> dict[Target, float]:
         for target, place in places.items():
             _rewrite(target, place)
         lines = {t: _lines(t, place) for t, place in places.items()}
-        (work / "build.ninja").write_text(_ninja_file(lines, places), encoding="utf-8")
+        _write_ninja_file(work, lines, places)
         if verbose:
             print("\n".join(sum(lines.values(), [])), flush=True)
         # -k 0: a kernel that does not compile does not keep the others from being built.
@@ -347,11 +347,11 @@ def _run(missing: Sequence[Target], verbose: bool) -> dict[Target, float]:
         times = _times(work)
     for target in missing:
         _prune(target)
-    return {t: times.get(str(t.path), 0.0) for t in missing}
+    return {t: times.get(display(t.path), 0.0) for t in missing}
 
 
 def _rewrite(target: Target, place: str) -> None:
-    """For the CPU: put the rewritten source and headers where the command expects them."""
+    """For the CPU: write the rewritten source and headers where the command expects them."""
     tree = Path(TREE.format(work=place))
     if not any(TREE in word for command in target.commands for word in command):
         return
@@ -373,30 +373,26 @@ def _lines(target: Target, place: str) -> list[str]:
     ]
 
 
-def _ninja_file(lines: dict[Target, list[str]], places: dict[Target, str]) -> str:
-    work = str(Path(next(iter(places.values()))).parent)
-    text = [
-        f"builddir = {_escape(work)}",
-        "rule compile",
-        "  command = $line",
-        "  description = $out",
-    ]
-    for target, place in places.items():
-        log, log_to, out, out_to = (
-            shlex.quote(str(p))
-            for p in (f"{place}.log", target.log, OUT.format(work=place), target.path)
-        )
-        line = f"{{ {' && '.join(lines[target])}; }} > {log} 2>&1 && mv -f {log} {log_to} && mv -f {out} {out_to}"
-        needs = " ".join(_escape(str(t.path)) for t in target.needs if t in places)
-        text.append(
-            f"build {_escape(str(target.path))}: compile" + (f" || {needs}" if needs else "")
-        )
-        text.append("  line = " + line.replace("$", "$$"))
-    return "\n".join(text) + "\n"
+def _write_ninja_file(
+    work: Path, lines: dict[Target, list[str]], places: dict[Target, str]
+) -> None:
+    from ninja import Writer, escape
 
-
-def _escape(path: str) -> str:
-    return re.sub(r"([$ :])", r"$\1", path)
+    with (work / "build.ninja").open("w", encoding="utf-8") as file:
+        out = Writer(file, width=sys.maxsize)  # a wrapped line loses spaces
+        out.variable("builddir", escape(display(work)))
+        out.rule("compile", command="$line", description="$out")
+        for target, place in places.items():
+            log, log_to, built, built_to = (
+                shlex.quote(str(p))
+                for p in (f"{place}.log", target.log, OUT.format(work=place), target.path)
+            )
+            compile = f"{{ {' && '.join(lines[target])}; }} > {log} 2>&1"
+            line = f"{compile} && mv -f {log} {log_to} && mv -f {built} {built_to}"
+            needs = [display(t.path) for t in target.needs if t in places]
+            out.build(
+                display(target.path), "compile", order_only=needs, variables={"line": escape(line)}
+            )
 
 
 def _times(work: Path) -> dict[str, float]:
@@ -412,10 +408,10 @@ def _words(place: str) -> str:
 
 
 def readable(said: str) -> str:
-    """A compiler's output without the lines that are about resources.
+    """A compiler's output without the lines about resources.
 
-    g++ shows the student's line but counts columns in the rewritten one: where they differ, its marks
-    below the line would point past the end, and are left out.
+    g++ shows the student's line but counts columns in the rewritten one: its marks below the line are left out where
+    they would point past the end.
     """
     lines: list[str] = []
     shown = 0  # length of the source line last shown
@@ -431,7 +427,7 @@ def readable(said: str) -> str:
     return "\n".join(lines).strip("\n")
 
 
-# ptxas says "info" of a performance loss too, such as wgmma that it serialises; these have a number, (C7515).
+# ptxas also reports performance losses as "info", such as wgmma that it serialises; those have a number, (C7515).
 _RESOURCES = re.compile(r"ptxas info(?! *: \(C)|\s+\d+ bytes stack frame")
 _QUOTED = re.compile(r"\s*\d+ \| ")
 _MARKS = re.compile(r"\s+\| (?P<marks>[ ~^|\w:()<>*&]*)")
@@ -441,13 +437,13 @@ _MARKS = re.compile(r"\s+\| (?P<marks>[ ~^|\w:()<>*&]*)")
 
 
 def _touch(target: Target) -> None:
-    """Mark as used, so that it is not pruned. A read-only checkout is no reason to fail."""
+    """Mark as used, so that it is not pruned. Must not fail in a read-only checkout."""
     with contextlib.suppress(OSError):
         os.utime(target.path)
 
 
 def _prune(target: Target) -> None:
-    """Remove all but the last used builds of one source for one device. Libraries in use stay mapped."""
+    """Remove all but the last used builds of one source for one device. Libraries in use remain mapped."""
     stem = target.path.name.removesuffix(target.path.suffix).rpartition(".")[0]
     same = re.compile(re.escape(stem) + r"\.[0-9a-f]{16}" + re.escape(target.path.suffix))
     builds = sorted((p for p in BUILD.iterdir() if same.fullmatch(p.name)), key=_age)

@@ -14,7 +14,7 @@ from common.build.toolchain import BuildError
 
 
 def compile_main(file: str, *sources: str) -> None:
-    """All that a task's compile.py does: read the command line, build, report, exit 0 or 1.
+    """Read the command line, build, report, exit with 0 or 1: all that a task's compile.py does.
 
     Args:
         file: the calling module's ``__file__``.
@@ -31,7 +31,7 @@ def main() -> int:
 
 
 def _main(sources: Sequence[Path], program: str, *, skip: bool = False) -> int:
-    """``skip``: a source that is for other architectures is left out with a line, and is no error."""
+    """``skip``: a source for other architectures is reported and left out; that is not an error."""
     parser = argparse.ArgumentParser(prog=program, description="Compile the CUDA kernels.")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU"
@@ -73,13 +73,13 @@ def _main(sources: Sequence[Path], program: str, *, skip: bool = False) -> int:
 
 
 def _architectures(asked: Sequence[str] | None, device: str) -> Sequence[str | None]:
-    """What to build for: what was asked for, this machine's GPU, or None for the CPU and where there is no GPU."""
+    """The architectures to build for: those asked for, else this machine's GPU; None for the CPU or without a GPU."""
     gpu = toolchain.find_gpu() if device == "cuda" else None
     return asked or (gpu.arch if gpu else None,)
 
 
 def _skipped(source: Path, arch: str | None) -> bool:
-    """Say so if this source is not for what is being built."""
+    """Whether this source is not for the architecture being built; prints a line if so."""
     named = builder.architectures(source)
     if not named or (arch and toolchain.normal_arch(arch) in named):
         return False
@@ -110,7 +110,7 @@ def _when(seconds: float | None) -> str:
 
 
 def resources(said: str) -> list[str]:
-    """One line a kernel from what ptxas says: name, registers, shared memory, spills."""
+    """One line per kernel from the output of ptxas: name, registers, shared memory, spills."""
     lines, name, spills = [], "?", ""
     for line in said.splitlines():
         if match := re.search(r"Compiling entry function '(\S+)'", line):

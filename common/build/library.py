@@ -1,11 +1,11 @@
 """Calling the launchers of a .cu file on torch tensors.
 
     _kernels = Kernels(__file__, "attention_kernel.cu")
-    _kernels.launch("batched_softmax", inp=x, out=y, rows=n, columns=m)
+    _kernels.launch("batched_softmax", inp=x, out=y)
 
-Nothing is built, loaded or asked of a GPU before the first launch. What a file says is looked at once a
-process, at its first launch on a device: to run an edited kernel, start a new process (a new ``python
--m taskN.test``, or the notebook's kernel again).
+Nothing is built, loaded or asked of a GPU before the first launch. A .cu is read once per process, at its first launch
+on a device: to run an edited kernel, start a new process (``python -m taskN.test`` again, or restart the notebook's
+kernel).
 """
 
 import ctypes
@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from common.build import builder, signature, toolchain
-from common.build.signature import POINTER, Strides
+from common.build.call import Arguments, Gpu, caller, converted, prepared
+from common.build.signature import POINTER, View
 
 ORDERS = ("forward", "reverse", "random")
 
@@ -28,7 +29,7 @@ class KernelError(RuntimeError):
 
 @dataclass(frozen=True)
 class Settings:
-    """How launches on the CPU run. See ``using``."""
+    """How launches on the CPU run; see ``using``."""
 
     check: bool = False
     order: str = "forward"
@@ -53,14 +54,14 @@ def using(
     eager_copies: bool = False,
     threads: int | None = None,
 ) -> Iterator[None]:
-    """How launches on the CPU inside this context run. Those on a GPU are not affected.
+    """A context that sets how launches on the CPU run. Launches on a GPU are not affected.
 
     Args:
         check: use the build that finds races, uninitialised and out-of-bounds accesses (slower).
-        order: of the threads of a block between two barriers: "forward", "reverse" or "random".
+        order: in which the threads of a block run between two barriers: "forward", "reverse" or "random".
         seed: of the random order.
-        eager_copies: cp.async data lands at once; otherwise as late as the kernel's waits allow.
-        threads: OS threads that blocks are spread over; None: one a core.
+        eager_copies: the data of cp.async arrives at once; otherwise as late as the kernel's waits allow.
+        threads: OS threads that run the blocks; None: one per core.
 
     Raises:
         ValueError: ``order`` is none of the three.
@@ -77,7 +78,7 @@ def using(
 
 @functools.cache
 def dtype_code(dtype) -> int:
-    """The number by which a launcher knows a dtype: float32 0, float16 1, bfloat16 2.
+    """The number that stands for a dtype in a launcher's arguments: float32 0, float16 1, bfloat16 2.
 
     Raises:
         ValueError: the kernels do not take this dtype.
@@ -92,17 +93,18 @@ def dtype_code(dtype) -> int:
 
 
 class Kernels:
-    """The launchers of one .cu file.
+    """The launchers and queries of one .cu file.
 
     Args:
         file: the calling module's ``__file__``; the source is looked for beside it.
         source: file name of the .cu. Its launchers are the functions
-            ``extern "C" cudaError_t name(..., cudaStream_t stream)``; what they take is read from it.
+            ``extern "C" cudaError_t name(..., cudaStream_t stream)``, its queries those that return an ``int`` or
+            ``int64_t``; what they take is read from it.
     """
 
     def __init__(self, file: str, source: str) -> None:
         self.source = Path(file).resolve().parent / source
-        # (launcher, torch.device, check build) -> the function that does the call
+        # (name, torch.device, check build) -> the function that does the call
         self._calls: dict[tuple[str, Any, bool], Callable[[dict[str, Any]], None]] = {}
 
     def launch(self, name: str, /, **arguments: Any) -> None:
@@ -110,55 +112,108 @@ class Kernels:
 
         Args:
             name: one of the launchers.
-            arguments: by the names that they have in the .cu: tensors or None for pointers, numbers, and
-                ``Strides.of(view)``; the stream is added.
+            arguments: by the names that they have in the .cu: tensors for ``View``, tensors or None for pointers,
+                and numbers; the stream is added.
 
         Raises:
             TypeError: an argument is missing, not known, or not of its type.
-            ValueError: the tensors are not all on one device, or on one that has no kernels.
+            ValueError: the tensors are not all on one device, or on one that has no kernels, or too large for a
+                ``View``.
             BuildError: the .cu does not compile.
             KernelError: the launcher returned an error.
         """
-        for value in arguments.values():
-            try:
-                device = value.device
-                break
-            except AttributeError:  # None, a number, Strides
-                continue
-        else:
-            raise TypeError(
-                f"{name}: none of the arguments is a tensor; got {', '.join(arguments) or 'none'}"
-            )
-        key = (name, device, _settings.check)
+        key = (name, _device_of(name, arguments), _settings.check)
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = self._prepare(*key)
+            call = self._calls[key] = self._launcher(*key)
         call(arguments)
 
-    def _prepare(self, name: str, device: Any, check: bool) -> Callable[[dict[str, Any]], None]:
+    def prepare(self, name: str, /, **arguments: Any) -> Callable[..., None]:
+        """:meth:`launch` for callers to whom a microsecond matters: all is checked here, and nothing launched.
+
+        Returns:
+            A function of the tensors alone, in the order of the .cu (None where a pointer may be null), which launches
+            and raises KernelError. It checks nothing: the tensors must have the shapes, strides and device of the ones
+            given here. Threads may share it.
+
+        Raises:
+            As :meth:`launch`.
+        """
+        device = _device_of(name, arguments)
+        function, types = self._function(name, device, _settings.check, launcher=True)
+        convert = caller(name, types, device, lambda *values: converted(types.values(), values))
+        values = convert(arguments)
+        if device.type == "cuda":
+            return prepared(function, values, _gpu(device), functools.partial(_fail, name))
+        tensors = [n for n, wanted in types.items() if wanted in (View, POINTER)]
+        numbers = {n: value for n, value in arguments.items() if n not in tensors}
+        return lambda *given: self.launch(name, **dict(zip(tensors, given, strict=True)), **numbers)
+
+    def query(self, name: str, device: Any, /, **arguments: Any) -> int:
+        """What a query of the .cu, as built for this device, returns.
+
+        Args:
+            name: one of the queries, such as ``extern "C" int64_t workspace_bytes(View q, View k)``.
+            device: for which the .cu is built, if it is not yet.
+            arguments: as for :meth:`launch`.
+
+        Raises:
+            As ``launch``.
+        """
+        function, types = self._function(name, device, _settings.check, launcher=False)
+        return caller(name, types, device, function)(arguments)
+
+    def has_query(self, name: str) -> bool:
+        """Whether the .cu exports such a query. Builds nothing."""
+        return name in self._exports and not self._exports[name].is_launcher
+
+    @functools.cached_property
+    def _exports(self) -> dict[str, signature.Export]:
+        return signature.exports(self.source)
+
+    def _function(
+        self, name: str, device: Any, check: bool, launcher: bool
+    ) -> tuple[Any, dict[str, type]]:
+        """A function of the library for this device, and the types of its parameters without the stream."""
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name}: kernels run on cpu and cuda tensors; got one on {device}")
-        launchers = signature.launchers(self.source)
-        if name not in launchers:
+        known = {n: e for n, e in self._exports.items() if e.is_launcher == launcher}
+        if name not in known:
+            what = "launcher" if launcher else "query"
             raise TypeError(
-                f"{self.source.name} has no launcher {name!r}; it has {', '.join(launchers)}"
+                f"{self.source.name} has no {what} {name!r}; it has {', '.join(known) or 'none'}"
             )
         if device.type == "cuda":
             path = _library_for_gpu(self.source, device)
         else:
             path = builder.build([self.source], "cpu", check=check)[0]
-        types = launchers[name]
-        function = getattr(_load(path), name)
-        function.argtypes = [*types.values(), ctypes.c_void_p]  # the stream
-        function.restype = ctypes.c_int
-        convert = _converter(name, types, device)
+        function = _load(path)[name]  # an object of its own: its types are set here
+        function.restype = known[name].returns
+        function.argtypes = [*known[name].parameters.values(), *[ctypes.c_void_p] * launcher]
+        return function, known[name].parameters
+
+    def _launcher(self, name: str, device: Any, check: bool) -> Callable[[dict[str, Any]], None]:
+        function, types = self._function(name, device, check, launcher=True)
         if device.type == "cuda":
-            return _cuda_call(name, function, convert, types, device.index)
-        return _cpu_call(name, function, convert, types, check)
+            return caller(name, types, device, _run_on_gpu(name, function, device))
+        call = caller(name, types, device, _run_on_cpu(name, function))
+        return _registering(call) if check else call
+
+
+def _device_of(name: str, arguments: Arguments) -> Any:
+    """The device of the first tensor."""
+    for value in arguments.values():
+        try:
+            return value.device
+        except AttributeError:  # None or a number
+            continue
+    raise TypeError(
+        f"{name}: none of the arguments is a tensor; got {', '.join(arguments) or 'none'}"
+    )
 
 
 def target_for(source: Path, device: Any) -> builder.Target:
-    """What the first launch on a torch.device builds here and now: for ``builder.make``, which takes many at once."""
+    """The target that a first launch on a torch.device would build; ``builder.make`` builds several at once."""
     if device.type != "cuda":
         return builder.plan(source, device.type, check=_settings.check)
     import torch
@@ -167,93 +222,46 @@ def target_for(source: Path, device: Any) -> builder.Target:
     return builder.plan(source, "cuda", arch=arch, here=True)
 
 
-def _converter(
-    name: str, types: dict[str, type], device: Any
-) -> Callable[[dict[str, Any]], list[Any]]:
-    """What turns keywords into the values that ctypes takes, and refuses what does not fit."""
-    names = tuple(types)
-    pointers = tuple(i for i, t in enumerate(types.values()) if t is POINTER)
-    ints = tuple(i for i, t in enumerate(types.values()) if t is ctypes.c_int)
-
-    def convert(arguments: dict[str, Any]) -> list[Any]:
-        if tuple(arguments) != names:
-            arguments = _in_order(name, names, arguments)
-        values = list(arguments.values())
-        try:
-            for i in pointers:
-                value = values[i]
-                if value is not None:
-                    if value.device != device:
-                        raise ValueError(_devices_differ(name, arguments))
-                    values[i] = value.data_ptr()
-            for i in ints:
-                if not -0x80000000 <= values[i] < 0x80000000:
-                    raise ValueError(f"{name}: {names[i]} must fit 32 bits; got {values[i]}")
-        except (AttributeError, TypeError):
-            raise TypeError(_wrong_type(name, arguments, types)) from None
-        return values
-
-    return convert
-
-
-def _in_order(name: str, names: tuple[str, ...], arguments: dict[str, Any]) -> dict[str, Any]:
-    missing = [n for n in names if n not in arguments]
-    unknown = [n for n in arguments if n not in names]
-    problems = [f"missing {', '.join(missing)}"] * bool(missing) + [
-        f"not known {', '.join(unknown)}"
-    ] * bool(unknown)
-    if problems:
-        raise TypeError(f"{name}: {'; '.join(problems)}. It takes {', '.join(names)}")
-    return {n: arguments[n] for n in names}
-
-
-def _devices_differ(name: str, arguments: dict[str, Any]) -> str:
-    devices = ", ".join(f"{n} on {v.device}" for n, v in arguments.items() if hasattr(v, "device"))
-    return f"{name}: all tensors must be on one device; got {devices}"
-
-
-def _wrong_type(name: str, arguments: dict[str, Any], types: dict[str, type]) -> str:
-    for keyword, wanted in types.items():
-        value = arguments[keyword]
-        fits = {
-            POINTER: value is None or hasattr(value, "data_ptr"),
-            ctypes.c_int: isinstance(value, int),
-            ctypes.c_int64: isinstance(value, int),
-            ctypes.c_float: isinstance(value, (int, float)),
-            Strides: isinstance(value, Strides),
-        }
-        if not fits[wanted]:
-            got = f"{type(value).__name__} {value!r}"
-            return f"{name}: {keyword} must be {signature.WANTED[wanted]}; got {got}"
-    return f"{name}: an argument has a wrong type"
-
-
 # ---- on a GPU
 
 
-def _cuda_call(
-    name: str, function: Any, convert: Callable, types: dict[str, type], index: int
-) -> Callable[[dict[str, Any]], None]:
+@functools.cache
+def _gpu(device: Any) -> Gpu:
     import torch
 
-    current_device = torch.cuda.current_device
     # torch.cuda.current_stream() builds an object: 3 us
-    current_stream = torch._C._cuda_getCurrentRawStream
+    stream = torch._C._cuda_getCurrentRawStream
+    return Gpu(device.index, torch._C._cuda_getDevice, stream, torch.cuda.device)
 
-    def call(arguments: dict[str, Any]) -> None:
-        values = convert(arguments)
-        try:
-            if current_device() == index:
+
+def _run_on_gpu(name: str, function: Any, device: Any) -> Callable[..., None]:
+    """What calls a launcher with these values."""
+    index, current, current_stream, made_current = _gpu(device)
+
+    def run(*values: Any) -> None:
+        if current() == index:
+            status = function(*values, current_stream(index))
+        else:
+            with made_current(index):
                 status = function(*values, current_stream(index))
-            else:
-                with torch.cuda.device(index):
-                    status = function(*values, current_stream(index))
-        except ctypes.ArgumentError:
-            raise TypeError(_wrong_type(name, arguments, types)) from None
         if status:
-            raise KernelError(f"{name}: {_cuda_error(status)}")
+            _fail(name, status)
 
-    return call
+    return run
+
+
+def _fail(name: str, status: int) -> NoReturn:
+    """KernelError, such as ``softmax: cudaErrorInvalidValue (1): invalid argument``."""
+    import torch
+
+    text = torch.cuda.cudart().cudaGetErrorString(torch.cuda.cudart().cudaError(status))
+    try:  # the name is not among what torch exposes; the library that it has loaded knows it
+        cudart = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+        cudart.cudaGetErrorName.restype = ctypes.c_char_p
+        error = f"{cudart.cudaGetErrorName(status).decode()} ({status})"
+    except (OSError, AttributeError):
+        error = f"CUDA error {status}"
+    raise KernelError(f"{name}: {error}: {text}")
 
 
 @functools.cache
@@ -261,48 +269,39 @@ def _library_for_gpu(source: Path, device: Any) -> Path:
     return builder.make([target_for(source, device)])[-1].target.path
 
 
-def _cuda_error(status: int) -> str:
-    """``cudaErrorInvalidValue (1): invalid argument``."""
-    import torch
-
-    text = torch.cuda.cudart().cudaGetErrorString(torch.cuda.cudart().cudaError(status))
-    try:  # the name is not among what torch exposes; the library that it has loaded knows it
-        cudart = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
-        cudart.cudaGetErrorName.restype = ctypes.c_char_p
-        return f"{cudart.cudaGetErrorName(status).decode()} ({status}): {text}"
-    except (OSError, AttributeError):
-        return f"CUDA error {status}: {text}"
-
-
 # ---- on the CPU
 
 
-def _cpu_call(
-    name: str, function: Any, convert: Callable, types: dict[str, type], checked: bool
-) -> Callable[[dict[str, Any]], None]:
+def _run_on_cpu(name: str, function: Any) -> Callable[..., None]:
+    """What calls a launcher with these values, and asks the CPU layer what went wrong."""
     runtime = _runtime()
 
-    def call(arguments: dict[str, Any]) -> None:
-        values = convert(arguments)
+    def run(*values: Any) -> None:
         _configure(runtime, _settings)
-        if checked:
-            runtime.clear_registered()
-            for keyword, value in arguments.items():
-                if hasattr(value, "data_ptr"):
-                    runtime.register(keyword, value.data_ptr(), _extent(value))
-        try:
-            status = function(*values, None)
-        except ctypes.ArgumentError:
-            raise TypeError(_wrong_type(name, arguments, types)) from None
-        finally:
-            if checked:
-                runtime.clear_registered()
+        status = function(*values, None)
         # Asked even after a 0: a launcher that forgets cudaGetLastError() does not hide what went wrong.
         message = runtime.take_error()
         if message or status:
             raise KernelError(message or f"{name} returned cudaError_t {status}")
 
-    return call
+    return run
+
+
+def _registering(call: Callable[[Arguments], None]) -> Callable[[Arguments], None]:
+    """The same, with the CPU layer knowing where the tensors are."""
+    runtime = _runtime()
+
+    def registered(arguments: Arguments) -> None:
+        runtime.clear_registered()
+        try:
+            for keyword, value in arguments.items():
+                if hasattr(value, "data_ptr"):
+                    runtime.register(keyword, value.data_ptr(), _extent(value))
+            call(arguments)
+        finally:
+            runtime.clear_registered()
+
+    return registered
 
 
 @functools.cache
@@ -324,7 +323,7 @@ def _configure(runtime: Any, settings: Settings) -> None:
             order=settings.order,
             seed=settings.seed,
             eager_copies=settings.eager_copies,
-            threads=settings.threads or 0,  # 0: one a core; None would leave it as it was
+            threads=settings.threads or 0,  # 0: one per core; None would change nothing
         )
         _configured = settings
 

@@ -1,26 +1,53 @@
-"""What the launchers in a .cu file take, read from the file itself.
+"""What the functions that a .cu exports take and return, read from the file itself.
 
-ctypes passes what it is told to, so one wrong type is silent memory corruption in C. The one place where the types
-stand is therefore the launcher: ``extern "C" cudaError_t name(const float* x, int n, cudaStream_t stream) {``.
+ctypes converts as it is told, so one wrong type is silent memory corruption in C. The types therefore stand in one
+place, the function itself: ``extern "C" cudaError_t name(View x, int n, cudaStream_t stream) {``.
 """
 
 import ctypes
+import functools
 import re
 from pathlib import Path
+from typing import NamedTuple
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
-class Strides(ctypes.Structure):
-    """Strides of a (batch, row, head, head_dim) view in elements; the last dimension is contiguous.
+class View(ctypes.Structure):
+    """A tensor of up to four dimensions as a launcher takes it, by value: ``struct View`` of common/include/tensor.cuh.
 
-    The same three int64 as ``struct Strides`` in common/include/tensor.cuh, passed by value.
+    ``sizes`` and ``strides`` count elements. A dimension that the tensor does not have has size 1, and a dimension of
+    size 1 has stride 0: that stride is never used, and so is a multiple of whatever a kernel asks for.
     """
 
-    _fields_ = [("batch", ctypes.c_int64), ("row", ctypes.c_int64), ("head", ctypes.c_int64)]
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("sizes", ctypes.c_int64 * 4),
+        ("strides", ctypes.c_int64 * 4),
+    ]
 
     @classmethod
-    def of(cls, view) -> "Strides":
-        """The strides of a 4-D tensor (batch, row, head, head_dim)."""
-        return cls(*view.stride()[:3])
+    def of(cls, tensor) -> "View":
+        """The view of a tensor, whose memory has to outlive it.
+
+        Raises:
+            ValueError: more than four dimensions, or a size that does not fit 32 bits.
+        """
+        view = cls.from_buffer_copy(layout(tensor.shape, tensor.stride()))
+        view.data = tensor.data_ptr()
+        return view
+
+
+@functools.lru_cache(maxsize=4096)
+def layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+    """The bytes of the ``View`` of such a tensor, with a null address; ValueError as for ``View.of``."""
+    if len(shape) > 4 or max(shape, default=0) > INT_MAX:
+        raise ValueError(
+            f"must have at most 4 dimensions, of at most {INT_MAX} elements; got {tuple(shape)}"
+        )
+    missing = 4 - len(shape)
+    used = [stride if size != 1 else 0 for size, stride in zip(shape, strides, strict=True)]
+    return bytes(View(None, (*shape, *[1] * missing), (*used, *[0] * missing)))
 
 
 POINTER = ctypes.c_void_p  # a tensor's data_ptr(), or a null pointer for None
@@ -29,41 +56,55 @@ _TYPES = {
     "int32_t": ctypes.c_int,
     "int64_t": ctypes.c_int64,
     "float": ctypes.c_float,
-    "Strides": Strides,
+    "View": View,
 }
 WANTED = {
     POINTER: "a tensor or None",
+    View: "a tensor",
     ctypes.c_int: "an int",
     ctypes.c_int64: "an int",
     ctypes.c_float: "a number",
-    Strides: "Strides.of(a view)",
 }
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_LAUNCHER = re.compile(r'\bextern\s+"C"\s+cudaError_t\s+(\w+)\s*\(([^()]*)\)\s*\{')
+_EXPORT = re.compile(r'\bextern\s+"C"\s+(cudaError_t|int64_t|int)\s+(\w+)\s*\(([^()]*)\)\s*\{')
 
 
-def launchers(source: Path) -> dict[str, dict[str, type]]:
-    """For each launcher of a .cu its parameters in order, without the stream: name and ctypes type.
+class Export(NamedTuple):
+    """A function of a .cu that Python can call.
+
+    A launcher returns a ``cudaError_t`` and takes a stream as its last parameter; a query returns an ``int`` or
+    ``int64_t`` and launches nothing.
+    """
+
+    is_launcher: bool
+    returns: type
+    parameters: dict[str, type]  # in order, without the stream
+
+
+def exports(source: Path) -> dict[str, Export]:
+    """The launchers and queries of a .cu, by name.
 
     Raises:
-        TypeError: a launcher takes something that Python cannot pass, or no stream at the end.
+        TypeError: one takes something that Python cannot pass, or a launcher has no stream at the end.
     """
     text = _COMMENT.sub(" ", source.read_text(encoding="utf-8"))
-    return {name: _parameters(source, name, given) for name, given in _LAUNCHER.findall(text)}
-
-
-def _parameters(source: Path, launcher: str, given: str) -> dict[str, type]:
-    found: dict[str, type] = {}
-    *parameters, stream = given.split(",")
-    if not re.match(r"\s*cudaStream_t\b", stream):
-        raise TypeError(f"{source.name}: the last parameter of {launcher} must be a cudaStream_t")
-    for parameter in parameters:
-        *words, name = re.findall(r"\w+|\*", parameter)
-        kind = " ".join(word for word in words if word != "const")
-        if "*" not in words and kind not in _TYPES:
-            known = ", ".join(_TYPES)
-            raise TypeError(
-                f"{source.name}: {name} of {launcher} is {kind}, which Python cannot pass; pointers, {known} it can"
-            )
-        found[name] = POINTER if "*" in words else _TYPES[kind]
+    found = {}
+    for returned, name, parameters in _EXPORT.findall(text):
+        given = [p for p in parameters.split(",") if p.strip()]
+        is_launcher = returned == "cudaError_t"
+        if is_launcher and not (given and re.match(r"\s*cudaStream_t\b", given.pop())):
+            raise TypeError(f"{source.name}: the last parameter of {name} must be a cudaStream_t")
+        types = dict(_parameter(source, name, parameter) for parameter in given)
+        found[name] = Export(is_launcher, _TYPES["int" if is_launcher else returned], types)
     return found
+
+
+def _parameter(source: Path, function: str, parameter: str) -> tuple[str, type]:
+    *words, name = re.findall(r"\w+|\*", parameter)
+    type_name = " ".join(word for word in words if word != "const")
+    if "*" not in words and type_name not in _TYPES:
+        raise TypeError(
+            f"{source.name}: {name} of {function} is {type_name}, which Python cannot pass; "
+            f"it can pass pointers, {', '.join(_TYPES)}"
+        )
+    return name, POINTER if "*" in words else _TYPES[type_name]

@@ -24,8 +24,8 @@ Version = tuple[int, int]
 class BuildError(RuntimeError):
     """A kernel could not be built.
 
-    The message is all there is to say: the compiler's own words, or one sentence on what is missing.
-    Show it without a traceback.
+    The message is complete: the compiler's own output, or one sentence about what is missing. Show it without a
+    traceback.
     """
 
 
@@ -72,8 +72,8 @@ class Gpu:
 def arch_of(capability: Version) -> str:
     """The nvcc target of a compute capability: ``(9, 0)`` is ``sm_90a``, ``(8, 0)`` is ``sm_80``.
 
-    From 9.0 on every GPU has features of its own (wgmma, for one) behind the suffix ``a``. Such code
-    runs on that GPU alone, which is fine for code that is compiled where it runs.
+    From 9.0 on the suffix ``a`` enables features of one architecture, such as wgmma. Such code runs on that
+    architecture only, which is fine for code that is compiled where it runs.
     """
     major, minor = capability
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
@@ -142,7 +142,7 @@ def nvcc_for(arch: str, driver_cuda: Version | None = None) -> Nvcc:
     ``driver_cuda`` is None when the library is not going to run here.
 
     Raises:
-        BuildError: there is none; says of each one found why it does not do.
+        BuildError: there is none; the message says why each one that was found does not fit.
     """
     reasons = []
     for nvcc in _nvccs():
@@ -230,7 +230,7 @@ def find_gpu() -> Gpu | None:
     if visible is not None and visible.strip() in ("", "-1"):
         return None
     gpus = _gpus_by_nvml()
-    # NVML answers in a few ms, but does not know which GPUs CUDA is told to see. That matters only if they differ.
+    # NVML answers in a few ms, but does not know which GPUs CUDA may use. That matters only if they differ.
     if gpus and len({gpu.capability for gpu in gpus}) == 1:
         return gpus[0]
     return _first_gpu_by_cuda()
@@ -299,29 +299,24 @@ def _version(cuda: int) -> Version:
 
 
 def find_ninja() -> str:
-    """The ninja of this Python's packages, else the one on PATH.
+    """The ninja of the Python package, which also writes the build files, or one on PATH where it has no program.
 
     Raises:
-        BuildError: there is neither.
+        BuildError: the package is not installed, or there is no program.
     """
-    name = "ninja"
-    beside = (
-        Path(sys.executable).parent / name
-    )  # where pip puts it, in a virtual environment or not
-    spec = importlib.util.find_spec("ninja")
-    inside = (
-        Path(spec.origin).parent / "data/bin" / name if spec and spec.origin else None
-    )  # before 1.13
-    for candidate in (beside, inside):
-        if candidate and os.access(candidate, os.X_OK):
-            return str(candidate)
-    if path := shutil.which(name):
-        return path
-    raise BuildError("ninja not found: install it with `pip install ninja`.")
+    try:
+        import ninja
+
+        path = shutil.which("ninja", path=ninja.BIN_DIR) or shutil.which("ninja")
+    except ImportError:
+        path = None
+    if path is None:
+        raise BuildError("ninja not found: install it with `pip install ninja`.")
+    return path
 
 
 def machine() -> str:
-    """What a library built here depends on besides its compiler: system and processor family."""
+    """System and processor family, on which a library depends besides its compiler."""
     return f"{platform.system()} {platform.machine()}"
 
 

@@ -9,15 +9,18 @@ wrappers behave as on a GPU, and mistakes become errors that name kernel, block,
                   stack overflows, wild pointers
     check build   compile with CHECK_FLAGS: also races, uninitialised and out-of-range accesses
 
-The check build uses the call-backs that the compiler inserts for its thread sanitizer; the runtime
-answers them itself, so the sanitizer's own library must not be linked (compile first, then link
-without -fsanitize=thread).
+The check build uses the call-backs that the compiler inserts for its thread sanitizer. The runtime
+implements them, so the sanitizer's own library must not be linked (compile first, then link without
+-fsanitize=thread).
 
-What it does not do: wgmma, TMA, clusters, cooperative groups, textures, launches from kernels; a
-kernel that spins on a plain or volatile variable until another thread writes it never ends (spinning
-with atomicCAS is fine); registers are not counted, so neither __launch_bounds__ nor occupancy limits
-them; races between blocks are no longer looked for after the first __threadfence() of a launch, nor
-in tensors over 4 MiB. Threads that write the same value to one place are reported as a race too.
+What it cannot do:
+
+* wgmma, TMA, clusters, cooperative groups, textures, launches from kernels;
+* a kernel that spins on a plain or volatile variable until another thread writes it never ends
+  (spinning with atomicCAS is fine);
+* registers are not counted, so neither __launch_bounds__ nor occupancy limits them;
+* races between blocks are not detected after the first __threadfence() of a launch, nor in tensors
+  over 4 MiB. Threads that write the same value to one place are reported as a race too.
 """
 
 from common.cuda_on_cpu.rewriter import RewriteError, rewrite

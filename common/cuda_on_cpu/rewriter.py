@@ -5,7 +5,7 @@ C++ lacks two constructs, and only these are rewritten; everything else CUDA add
 * `kernel<<<grid, block, bytes, stream>>>(arguments)` becomes a call of `cuda_on_cpu::launch`;
 * `__shared__` declarations become references into the memory of the running block.
 
-Lines stay where they are, so a compiler's message shows the student's own file and line. A header
+Line numbers do not change, so a compiler's message shows the student's own file and line. A header
 with kernels or shared memory is rewritten in the same way, as a file of its own.
 """
 
@@ -49,7 +49,7 @@ class _Token:
 
 
 def rewrite(source: str, path: str | Path) -> str:
-    """C++ for the text `source` of the CUDA file or header `path`.
+    """The C++ for the text `source` of the CUDA file or header `path`.
 
     `path` is for messages: the compiler's, and those of RewriteError.
     """
@@ -59,7 +59,7 @@ def rewrite(source: str, path: str | Path) -> str:
 
 
 class _File:
-    """One file on its way through the rewriter."""
+    """One file while it is rewritten."""
 
     def __init__(self, source: str, path: str | Path):
         self.path = path
@@ -109,7 +109,7 @@ class _File:
         self.out.append(token.text)
 
     def _track(self, token: _Token) -> None:
-        """Follow the braces, to know whether a declaration stands inside a function."""
+        """Follow the braces, to know whether a declaration is inside a function."""
         if token.blank:
             return
         if token.text == "{":

@@ -18,7 +18,7 @@ RUNTIME_SOURCES = sorted((HERE / "runtime").glob("*.cpp"))
 _KERNEL_FLAGS = ["-fno-strict-aliasing", "-Wno-unknown-pragmas", "-Wno-attributes"]
 FAST_FLAGS = ["-O2", "-g1", *_KERNEL_FLAGS]
 
-# Fortified memcpy would go past the checks. clang leaves out the read of x += 1 unless told.
+# Fortified memcpy would bypass the checks. clang does not report the read of x += 1 by default.
 _CHECK_FLAGS = ["-O1", "-g", "-fsanitize=thread", "-U_FORTIFY_SOURCE", *_KERNEL_FLAGS]
 CHECK_FLAGS = {
     "gcc": _CHECK_FLAGS,
@@ -51,12 +51,12 @@ class Runtime:
         threads: int | None = None,
         arch: str | None = None,
     ) -> None:
-        """Change how kernels run from now on; what is None stays.
+        """Change how kernels run from now on; None leaves a setting unchanged.
 
         order: of the threads of a block: "forward", "reverse" or "random" (by `seed`).
-        eager_copies: cp_async data lands at once; otherwise as late as the kernel's waits allow.
-        threads: OS threads over which the blocks are spread; 0: one per core.
-        arch: the GPU whose limits hold, such as "sm_90" (default: CUDA_ON_CPU_ARCH, or sm_80).
+        eager_copies: the data of cp_async arrives at once; otherwise as late as the kernel's waits allow.
+        threads: OS threads that run the blocks; 0: one per core.
+        arch: the GPU whose limits apply, such as "sm_90" (default: CUDA_ON_CPU_ARCH, or sm_80).
         """
         if order is not None and order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")

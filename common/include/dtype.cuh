@@ -1,4 +1,4 @@
-// float32, float16 and bfloat16 tensors through one kernel: read as float, computed in float, rounded once when written.
+// One kernel for float32, float16 and bfloat16 tensors: read as float, computed in float, rounded once when written.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -18,3 +18,11 @@ template <>
 __device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
 template <>
 __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+
+// run(T{}), where T is the C++ type of this dtype.
+template <typename Run>
+inline cudaError_t with_dtype(int dtype, Run run) {
+  if (dtype == FLOAT16) return run(__half{});
+  if (dtype == BFLOAT16) return run(__nv_bfloat16{});
+  return run(float{});
+}

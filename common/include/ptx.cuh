@@ -12,11 +12,11 @@
 //   a[0] row g,     k 2t, 2t+1      a[2] row g,     k 2t+8, 2t+9      b[0] k 2t,   2t+1,  column g
 //   a[1] row g + 8, k 2t, 2t+1      a[3] row g + 8, k 2t+8, 2t+9      b[1] k 2t+8, 2t+9,  column g
 //   c[0] c[1] row g, columns 2t, 2t+1          c[2] c[3] row g + 8, columns 2t, 2t+1
-// tf32 (k = 8), one value a register: a[0] row g, k t;  a[1] row g + 8, k t;  a[2] row g, k t + 4;
+// tf32 (k = 8), one value per register: a[0] row g, k t;  a[1] row g + 8, k t;  a[2] row g, k t + 4;
 //   a[3] row g + 8, k t + 4;  b[0] k t, column g;  b[1] k t + 4, column g.
 //
-// ldmatrix: lane 8 i + r gives the address of row r of matrix i (16 bytes, 16-byte aligned), and
-// gets in register i the elements 2t, 2t+1 of row g of matrix i; _trans: of column g.
+// ldmatrix: lane 8 i + r passes the address of row r of matrix i (16 bytes, 16-byte aligned), and
+// receives in register i the elements 2t, 2t+1 of row g of matrix i; _trans: of column g.
 //
 // cp_async: what was copied may be read after cp_async_wait by the thread that copied it, and by the
 // others after a __syncthreads() that follows. cp_async_wait<N>() leaves the N newest groups in
@@ -118,7 +118,7 @@ __device__ __forceinline__ void cp_async_wait_all() {
 #undef PTX_MMA
 #undef PTX_SM80
 
-#else  // the CPU: the same functions, answered by the runtime of cuda_on_cpu
+#else  // the CPU: the same functions, emulated by the runtime of cuda_on_cpu
 
 template <class T>
 inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],

@@ -16,7 +16,6 @@ from common.build import (
     BuildError,
     KernelError,
     Kernels,
-    Strides,
     builder,
     cli,
     dtype_code,
@@ -270,7 +269,7 @@ def test_killed_while_the_compiler_runs(checkout, task):
         wait_for(lambda: [f for f in work_folders(checkout) - before if list(f.glob("*.log"))])
         os.killpg(process.pid, signal.SIGKILL)
     assert not libraries(checkout, task)
-    assert work_folders(checkout) - before  # what is left of it is in nobody's way
+    assert work_folders(checkout) - before  # what is left of it does no harm
     assert "built in" in compile_in(checkout, task).stdout
 
 
@@ -356,11 +355,26 @@ def test_cxx_that_does_not_run(checkout, task):
 
 
 def test_no_ninja(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
+    assert Path(toolchain.find_ninja()).is_file()  # the package's own
+    monkeypatch.setattr("ninja.BIN_DIR", "")
     with pytest.raises(BuildError, match="pip install ninja"):
         toolchain.find_ninja()
+    monkeypatch.setitem(sys.modules, "ninja", None)
+    with pytest.raises(BuildError, match="pip install ninja"):
+        toolchain.find_ninja()
+
+
+def test_a_checkout_in_a_folder_with_an_odd_name(checkout, tmp_path):
+    moved = tmp_path / "a $dollar: 100 %  'two' spaces"
+    shutil.copytree(checkout, moved)
+    write_kernel(moved / "odd $ name")
+    program = "import pathlib; from common.build import builder; print(builder.build([pathlib.Path('odd $ name/kernel.cu')])[0])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=moved, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "scale" in launchers_in(Path(done.stdout.strip()))
 
 
 @pytest.fixture
@@ -511,7 +525,7 @@ def test_a_launcher_that_is_not_there(kernels):
     [
         (
             "unsigned n, cudaStream_t stream",
-            "n of go is unsigned, which Python cannot pass; pointers, int, ",
+            "n of go is unsigned, which Python cannot pass; it can pass pointers, int, ",
         ),
         ("float* x, int n", "the last parameter of go must be a cudaStream_t"),
     ],
@@ -523,25 +537,83 @@ def test_a_launcher_that_python_cannot_call(tmp_path, parameters, words):
         Kernels(str(tmp_path / "x.py"), "kernel.cu").launch("go", n=1, x=torch.zeros(1))
 
 
-def test_strides_reach_the_kernel_by_value(tmp_path):
-    (tmp_path / "strides.cu").write_text(
-        '#include "tensor.cuh"\n'
-        "__global__ void write(float* out, Strides s) {\n"
-        "  out[0] = s.batch, out[1] = s.row, out[2] = s.head;\n"
-        "}\n"
-        'extern "C" cudaError_t show(float* out, const void* none, Strides s, cudaStream_t stream) {\n'
-        "  if (none != nullptr) return cudaErrorInvalidValue;\n"
-        "  write<<<1, 1, 0, stream>>>(out, s);\n"
-        "  return cudaGetLastError();\n"
-        "}\n"
-    )
-    show = Kernels(str(tmp_path / "x.py"), "strides.cu")
-    view = torch.empty(2, 3, 4, 5).transpose(1, 2)
-    out = torch.zeros(3)
-    show.launch("show", out=out, none=None, s=Strides.of(view))
-    assert out.tolist() == [60, 5, 20]
-    with pytest.raises(TypeError, match=r"s must be Strides.of\(a view\); got tuple"):
-        show.launch("show", out=out, none=None, s=(60, 5, 20))
+VIEWS = """\
+#include "tensor.cuh"
+__global__ void write(int64_t* out, View x) {
+  for (int i = 0; i < 4; ++i) out[i] = x.sizes[i], out[4 + i] = x.strides[i];
+  out[8] = x.as<float>()[x.strides[0] + x.strides[1]];
+}
+extern "C" cudaError_t show(View x, int64_t* out, const void* none, cudaStream_t stream) {
+  if (none != nullptr) return cudaErrorInvalidValue;
+  write<<<1, 1, 0, stream>>>(out, x);
+  return cudaGetLastError();
+}
+extern "C" int64_t bytes(View x, int each) { return x.sizes[0] * x.sizes[1] * each; }
+extern "C" int answer() { return 42; }
+"""
+
+
+@pytest.fixture(scope="module")
+def views(tmp_path_factory) -> Kernels:
+    folder = tmp_path_factory.mktemp("views")
+    (folder / "views.cu").write_text(VIEWS)
+    return Kernels(str(folder / "x.py"), "views.cu")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_tensor_reaches_its_launcher_as_a_view(views, device):
+    def shown(x):
+        out = torch.zeros(9, dtype=torch.int64, device=device)
+        views.launch("show", x=x, out=out, none=None)
+        return out.tolist()
+
+    x = torch.arange(120.0, device=device).view(2, 3, 4, 5).transpose(1, 2)
+    assert shown(x) == [2, 4, 3, 5, 60, 5, 20, 1, 65]
+    # A missing dimension, and one of size 1, has stride 0.
+    assert shown(x[1:, 2]) == [1, 3, 5, 1, 0, 20, 1, 0, 90]
+    assert shown(x[0, 0, 0, 0].expand(3, 2)) == [3, 2, 1, 1, 0, 0, 0, 0, 0]
+    with pytest.raises(TypeError, match=r"x must be a tensor; got tuple \(60, 5, 20\)"):
+        views.launch("show", x=(60, 5, 20), out=x, none=None)
+    with pytest.raises(TypeError, match="x must be a tensor; got NoneType"):
+        views.launch("show", x=None, out=x, none=None)
+    for shape in ((1, 1, 1, 1, 1), (2, 2**31)):
+        with pytest.raises(
+            ValueError, match=r"show: x must have at most 4 .*got \(.*1\)|2147483648"
+        ):
+            views.launch("show", x=x[:1, :1, :1, :1].reshape(()).expand(shape), out=x, none=None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_query_is_answered_by_the_cu(views, device):
+    device = torch.empty(0, device=device).device
+    x = torch.empty(2, 3, device=device)
+    assert views.query("bytes", device, x=x, each=2**20) == 6 * 2**20
+    assert views.query("answer", device) == 42
+    assert views.has_query("answer") and not views.has_query("show") and not views.has_query("no")
+    with pytest.raises(TypeError, match="bytes: missing each. It takes x, each"):
+        views.query("bytes", device, x=x)
+    with pytest.raises(TypeError, match="each must be an int; got float 2.5"):
+        views.query("bytes", device, x=x, each=2.5)
+    with pytest.raises(TypeError, match="has no query 'show'; it has bytes, answer"):
+        views.query("show", device)
+    with pytest.raises(TypeError, match="has no launcher 'answer'; it has show"):
+        views.launch("answer", x=x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_prepared_launch(kernels, device):
+    inp = torch.randn(1000, device=device)
+    out = torch.empty_like(inp)
+    scale = kernels.prepare("scale", inp=inp, out=out, rows=1, n=1000, by=2.0)
+    for inp in torch.randn(3, 1000, device=device):
+        scale(inp, out)
+        assert torch.equal(out, 2 * inp)
+    with pytest.raises(TypeError, match="n must be an int; got float 2.5"):
+        kernels.prepare("scale", inp=inp, out=out, rows=1, n=2.5, by=2.0)
+    none = kernels.prepare("scale", inp=inp, out=out, rows=1, n=0, by=2.0)  # a grid of 0 blocks
+    with pytest.raises(KernelError, match="(?i)invalid"):
+        none(inp, out)
+    scale(inp, out)
 
 
 def test_a_launch_whose_kernel_does_not_compile(tmp_path):

@@ -1,4 +1,4 @@
-"""The check build names planted bugs with file and line, and stays silent on correct kernels."""
+"""The check build names planted bugs with file and line, and says nothing about correct kernels."""
 
 import math
 import re
@@ -30,7 +30,7 @@ def line_of(tag: str) -> str:
 
 def gemm(bug: int):
     M, N, K = 41, 35, 37
-    # Room behind A, so that what lies past its end is no other tensor.
+    # Room behind A, so that no other tensor is past its end.
     A = torch.randn(M * K + 10_000)[: M * K].view(M, K)
     B, C = torch.randn(K, N), torch.full((M, N), math.nan)
     _kernels.launch("run_gemm", bug=bug, A=A, B=B, C=C, M=M, N=N, K=K)

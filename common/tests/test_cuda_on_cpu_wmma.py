@@ -67,9 +67,7 @@ def test_fragments_are_spread_like_those_of_no_gpu():
         assert torch.equal(y.view(16, 16), x.view(16, 16).T)  # loaded by rows, stored by columns
         assert torch.equal(held.flatten().sort().values, x)  # each element is in one place
         rows, columns = held.div(16, rounding_mode="floor"), held % 16
-        for lane in range(
-            32
-        ):  # of no lane can a kernel say: its elements lie in one row, or column
+        for lane in range(32):  # no lane has all its elements in one row or column
             assert rows[lane].unique().numel() > 2 and columns[lane].unique().numel() > 2
 
 
@@ -97,7 +95,7 @@ def test_out_of_range_matrices_are_named():
         (
             "NOT_TF32",
             "mma",
-            "an element of a is no tf32 number; convert it with wmma::__float_to_tf32",
+            "an element of a is not a tf32 number; convert it with wmma::__float_to_tf32",
         ),
     ],
 )

@@ -103,8 +103,7 @@ for rung in RUNGS:
 
 
 @pytest.mark.parametrize("capability, smallest", [("7.5", "sm_75"), ("8.0", "sm_86")])
-def test_shared_memory_that_not_every_gpu_has_is_known(capability, smallest):
-    """Of the GPUs that a rung is for, the smallest: what it asks for and does not get, its registry entry says."""
+def test_every_gpu_that_a_rung_is_for_has_the_shared_memory_that_it_takes(capability, smallest):
     run = [sys.executable, "-c", SHARED, capability]
     done = subprocess.run(
         run,
@@ -114,18 +113,7 @@ def test_shared_memory_that_not_every_gpu_has_is_known(capability, smallest):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    asked = {}
-    for line in done.stdout.splitlines():
-        number, head_dim, size = map(int, line.split())
-        asked[number, head_dim] = max(size, asked.get((number, head_dim), 0))
-    wanted = tuple(map(int, capability.split(".")))
-    known = {
-        (r.number, d): n
-        for r in RUNGS
-        if r.capability == wanted
-        for d, n in r.shared_memory.items()
-    }
-    assert asked == known
+    assert done.stdout == ""  # rung, head_dim and bytes that a block cannot have
 
 
 def test_the_rungs_and_their_files_agree():

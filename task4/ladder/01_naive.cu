@@ -1,28 +1,28 @@
-// Rung 1, naive: one thread for each query row, and every number read from global memory when it is needed.
+// Rung 1, naive: one thread per query row; every number is read from global memory when it is needed.
 // FlashAttention-2 forward [FA2] arXiv:2307.08691, Algorithm 1, with tiles of one row and one key: B_r = B_c = 1.
 //
 //   q, out (batch, q_len, heads, head_dim)      k, v (batch, kv_len, kv_heads, head_dim)      fp32, fp16 or bf16
-//   grid  (ceil(q_len / THREADS), heads, batch)      block (THREADS)      thread t of block i has row i * THREADS + t
+//   grid  (ceil(q_len / THREADS), heads, batch)      block (THREADS)      thread t of block i: row i * THREADS + t
 //
 //   line  8    S   = q_i k_j^T                            one number
 //   line  9    m'  = max(m_i, S)      P = exp(S - m')     l_i = exp(m_i - m') l_i + P
 //   line 10    O_i = exp(m_i - m') O_i + P v_j            (printed with ^-1 in the paper: a known typo)
 //   line 12    O_i = O_i / l_i
 //
-// The one good thing here is the algorithm: memory grows with S, not with S squared. The rest is what later rungs mend:
-//   - 32 threads read 32 different rows of q, and write as many of out: 32 sectors of memory for each load;
-//   - of k and v all threads read the same number at the same time. It is one load for the warp, but a load for each
+// The algorithm is good: memory grows with S, not with S squared. Later rungs mend the rest:
+//   - 32 threads read 32 different rows of q, and write as many of out: 32 sectors of memory per load;
+//   - all threads read the same number of k or v at the same time. That is one load for the warp, but one load per
 //     product: the chip multiplies far faster than it loads;
-//   - O_i is an array with a run-time index, and registers cannot be indexed: it lies in local memory, which is global
-//     memory behind the L1 cache, and is read and written once for each key.
+//   - O_i is an array with a run-time index, and registers cannot be indexed: it is in local memory, which is global
+//     memory behind the L1 cache, and is read and written once per key.
 #include "attention.cuh"
 
 constexpr int THREADS = 128, MAX_HEAD_DIM = 128;
 
 template <typename T>
-__global__ void __launch_bounds__(THREADS) attention_kernel(Attention a, int head_dim) {
-  const int row = blockIdx.x * THREADS + threadIdx.x, head = blockIdx.y, b = blockIdx.z;
-  if (row >= a.q_len) return;  // there is no barrier below that would wait for this thread
+__global__ void __launch_bounds__(THREADS) attention_kernel(Attention a) {
+  const int row = blockIdx.x * THREADS + threadIdx.x, head = blockIdx.y, b = blockIdx.z, head_dim = a.head_dim;
+  if (row >= a.q_len) return;  // no barrier below waits for this thread
   const T* q_i = a.q_head<T>(b, head) + row * a.q_strides.row;
   const T* k = a.k_head<T>(b, head);
   const T* v = a.v_head<T>(b, head);
@@ -53,19 +53,14 @@ __global__ void __launch_bounds__(THREADS) attention_kernel(Attention a, int hea
 }
 
 template <typename T>
-static cudaError_t launch(const Attention& a, int head_dim, cudaStream_t stream) {
-  if (head_dim > MAX_HEAD_DIM) return cudaErrorInvalidValue;
-  attention_kernel<T><<<dim3(ceil_div(a.q_len, THREADS), a.heads, a.batch), THREADS, 0, stream>>>(a, head_dim);
+static cudaError_t launch(const Attention& a, cudaStream_t stream) {
+  if (a.head_dim > MAX_HEAD_DIM) return cudaErrorInvalidValue;
+  attention_kernel<T><<<dim3(ceil_div(a.q_len, THREADS), a.heads, a.batch), THREADS, 0, stream>>>(a);
   return cudaGetLastError();
 }
 
-extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
-                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
-                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
-                                 int dtype, cudaStream_t stream) {
-  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
-                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
-  if (dtype == FLOAT16) return launch<__half>(a, head_dim, stream);
-  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(a, head_dim, stream);
-  return launch<float>(a, head_dim, stream);
+extern "C" cudaError_t attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
+                                 cudaStream_t stream) {
+  const Attention a = make_attention(q, k, v, out, workspace, scale, causal);
+  return with_dtype(dtype, [&](auto zero) { return launch<decltype(zero)>(a, stream); });
 }

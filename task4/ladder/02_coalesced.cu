@@ -3,19 +3,19 @@
 //
 //   q, out (batch, q_len, heads, head_dim)      k, v (batch, kv_len, kv_heads, head_dim)      fp32, fp16 or bf16
 //   grid  (ceil(q_len / B_r), heads, batch)     one block for each Q_i: the outer loop of the paper is the grid
-//   block (32, B_r)                             a warp has one row of Q_i; lane x has column x of S and P, and of O the
-//                                               columns x, x + 32, ...
+//   block (32, B_r)                             one warp per row of Q_i; lane x computes column x of S and P, and the
+//                                               columns x, x + 32, ... of O
 //   line  8    S   = Q_i K_j^T                  from shared memory
 //   line  9    m'  = max(m_i, rowmax(S))        a row is a warp, so shuffles suffice
 //              P   = exp(S - m'),  l_i = exp(m_i - m') l_i + rowsum(P)
 //   line 10    O_i = diag(exp(m_i - m')) O_i + P V_j     (printed with ^-1 in the paper: a known typo)
 //   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
 //
-// Against rung 1: 32 neighbouring threads load 32 neighbouring numbers, one piece of memory instead of 32; each number
-// of k and v that comes from there serves B_r rows; O_i is in registers, because head_dim is known to the compiler and
-// every index of O_i with it; and O_i is rescaled once for a tile of keys, not for each of them.
-// What limits it now: every product of lines 8 and 10 takes a number or two from shared memory, which gives 32 of them
-// a clock to a multiprocessor that could multiply 128.
+// Compared with rung 1: 32 neighbouring threads load 32 neighbouring numbers, one segment of memory instead of 32; each
+// number of k and v that is loaded from there serves B_r rows; O_i is in registers, because the compiler knows head_dim
+// and with it every index of O_i; and O_i is rescaled once per tile of keys, not once per key.
+// What limits it now: each product of lines 8 and 10 reads one or two numbers from shared memory, which delivers 32 per
+// clock to an SM that can multiply 128.
 #include "attention.cuh"
 
 constexpr int B_r = 16, B_c = 32;  // rows of Q_i, and of K_j and V_j
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(32 * B_r, 2) attention_kernel(Attention a) {
   for (int col_0 = 0; col_0 < end; col_0 += B_c) {           // line 6
     load_tile<B_c, HEAD_DIM>(K_j, k, a.k_strides.row, col_0, a.kv_len);  // line 7
     load_tile<B_c, HEAD_DIM>(V_j, v, a.v_strides.row, col_0, a.kv_len);
-    __syncthreads();  // the tile (and Q_i) complete before anyone reads it
+    __syncthreads();  // the tile (and Q_i) complete before any thread reads it
 
     float S = 0.0f;
     for (int e = 0; e < HEAD_DIM; ++e) S = fmaf(Q_i[ty][e], K_j[tx][e], S);  // line 8
@@ -84,17 +84,11 @@ static cudaError_t launch(const Attention& a, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
-                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
-                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
-                                 int dtype, cudaStream_t stream) {
-  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
-                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
-  const auto run = [&](auto zero) {
+extern "C" cudaError_t attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
+                                 cudaStream_t stream) {
+  const Attention a = make_attention(q, k, v, out, workspace, scale, causal);
+  return with_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    return head_dim == 64 ? launch<T, 64>(a, stream) : launch<T, 128>(a, stream);
-  };
-  if (dtype == FLOAT16) return run(__half{});
-  if (dtype == BFLOAT16) return run(__nv_bfloat16{});
-  return run(float{});
+    return a.head_dim == 64 ? launch<T, 64>(a, stream) : launch<T, 128>(a, stream);
+  });
 }

@@ -1,21 +1,21 @@
-// Rung 3, register tile: each thread computes a block of S and a block of O, from numbers that it holds in registers.
+// Rung 3, register tile: each thread computes a block of S and a block of O from numbers in registers.
 // FlashAttention-2 forward [FA2] arXiv:2307.08691, Algorithm 1.
 //
 //   q, out (batch, q_len, heads, head_dim)      k, v (batch, kv_len, kv_heads, head_dim)      fp32, fp16 or bf16
 //   grid  (ceil(q_len / B_r), heads, batch)     one block for each Q_i: the outer loop of the paper is the grid
-//   block (16, 16)                              thread (tx, ty) has the rows ty, ty + 16, ... of the tile, and of each
-//                                               such row the columns tx, tx + 16, ... of S and P, and its share of O
+//   block (16, 16)                              thread (tx, ty) computes rows ty, ty + 16, ... of the tile: columns
+//                                               tx, tx + 16, ... of S and P, and its share of O
 //   line  8    S   = Q_i K_j^T                  Q_i and K_j from shared memory, S in registers
 //   line  9    m'  = max(m_i, rowmax(S))        16 threads share a row: half a warp, so shuffles suffice
 //              P   = exp(S - m'),  l_i = exp(m_i - m') l_i + rowsum(P)
 //   line 10    O_i = diag(exp(m_i - m')) O_i + P V_j     (printed with ^-1 in the paper: a known typo)
 //   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
 //
-// Against rung 2: with 8 loads of 16 bytes, 4 numbers of each of 4 rows of Q_i and 4 rows of K_j (2 for head_dim 128),
-// a thread does 64 multiplications, for which rung 2 fetched 64 pairs of numbers. Each number of k and v that comes
-// from global memory serves 64 rows instead of 16.
-// K_j and V_j take turns in one buffer, which costs two barriers a tile and lets a block fit in 64 KiB.
-// What limits it now: the multipliers themselves, which are not the fast ones of the chip.
+// Compared with rung 2: with 8 loads of 16 bytes, 4 numbers from each of 4 rows of Q_i and 4 rows of K_j (2 for
+// head_dim 128), a thread does 64 multiplications, for which rung 2 loads 64 pairs of numbers. Each number of k and v
+// that is loaded from global memory serves 64 rows instead of 16. K_j and V_j share one buffer, which costs two
+// barriers per tile and lets a block fit in 64 KiB.
+// What limits it now: the FP32 units themselves. The tensor cores beside them multiply many times faster.
 #include "attention.cuh"
 
 constexpr int B_r = 64, LANES = 16, ROWS = B_r / LANES;  // LANES: threads along a row, and rows side by side
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(LANES* LANES) attention_kernel(Attention a) {
   const int end = a.visible(min(row_0 + B_r, a.q_len) - 1);  // tiles past the last row's diagonal are skipped
   for (int col_0 = 0; col_0 < end; col_0 += B_c) {           // line 6
     load_tile<B_c, HEAD_DIM>(KV_j, k, a.k_strides.row, col_0, a.kv_len);  // line 7
-    __syncthreads();  // K_j (and Q_i) complete before anyone reads it
+    __syncthreads();  // K_j (and Q_i) complete before any thread reads it
 
     float S[ROWS][COLS] = {};
 #pragma unroll 4
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(LANES* LANES) attention_kernel(Attention a) {
     __syncthreads();  // P complete, and K_j consumed before V_j takes its place
 
     load_tile<B_c, HEAD_DIM>(KV_j, v, a.v_strides.row, col_0, a.kv_len);
-    __syncthreads();  // V_j complete before anyone reads it
+    __syncthreads();  // V_j complete before any thread reads it
 
 #pragma unroll 2
     for (int c = 0; c < B_c; c += 4) {  // line 10
@@ -151,25 +151,17 @@ __global__ void __launch_bounds__(LANES* LANES) attention_kernel(Attention a) {
 template <typename T, int HEAD_DIM>
 static cudaError_t launch(const Attention& a, cudaStream_t stream) {
   constexpr int bytes = sizeof(Tiles<HEAD_DIM>);
-  const auto kernel = attention_kernel<T, HEAD_DIM>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;  // more than this GPU's blocks can have
+  if (cudaError_t error = allow_shared_memory<attention_kernel<T, HEAD_DIM>, bytes>()) return error;
   const dim3 grid(ceil_div(a.q_len, B_r), a.heads, a.batch), block(LANES, LANES);
   attention_kernel<T, HEAD_DIM><<<grid, block, bytes, stream>>>(a);
   return cudaGetLastError();
 }
 
-extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
-                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
-                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
-                                 int dtype, cudaStream_t stream) {
-  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
-                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
-  const auto run = [&](auto zero) {
+extern "C" cudaError_t attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
+                                 cudaStream_t stream) {
+  const Attention a = make_attention(q, k, v, out, workspace, scale, causal);
+  return with_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    return head_dim == 64 ? launch<T, 64>(a, stream) : launch<T, 128>(a, stream);
-  };
-  if (dtype == FLOAT16) return run(__half{});
-  if (dtype == BFLOAT16) return run(__nv_bfloat16{});
-  return run(float{});
+    return a.head_dim == 64 ? launch<T, 64>(a, stream) : launch<T, 128>(a, stream);
+  });
 }

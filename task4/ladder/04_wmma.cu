@@ -11,14 +11,14 @@
 //   line 10    O_i = diag(exp(m_i - m')) O_i + P V_j    (printed with ^-1 in the paper: a known typo), in fragments
 //   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
 //
-// Against rung 3: mma_sync multiplies 16 x 16 by 16 x 16 numbers, on units that are 8 (tf32) to 16 times as fast. A
-// fragment is a matrix that the lanes of a warp hold together, and CUDA does not say which lane holds what. So
-//   - the softmax, which has to know rows, cannot be done on fragments: S goes through shared memory, and P back;
-//   - line 10 multiplies each row of O_i by its own factor. But fragments of one type hold their elements alike: in a
-//     fragment of a matrix that repeats row r's factor all along row r, each x[i] is the factor for O_i's x[i].
-// Rows of all tiles are 16 bytes longer than their contents, so that 8 of them side by side fall into 32 banks.
-// What limits it now: one warp for all that shared memory. Few blocks fit on a multiprocessor, so few hide each other's
-// waits, and k and v are read again for every 16 rows. It may well be slower than rung 3.
+// Compared with rung 3: mma_sync multiplies 16 x 16 by 16 x 16 numbers, on units that are 8 (tf32) to 16 times as fast.
+// A fragment is a matrix that the lanes of a warp hold together, and CUDA does not say which lane holds what. So
+//   - the softmax, which has to know rows, cannot work on fragments: S goes through shared memory, and P back;
+//   - line 10 multiplies each row of O_i by its own factor. Fragments of one type are laid out alike, so in a fragment
+//     of a matrix that repeats row r's factor all along row r, each x[i] is the factor for O_i's x[i].
+// Rows of all tiles are 16 bytes longer than their contents, so that 8 neighbouring rows fall into all 32 banks.
+// What limits it now: all that shared memory serves one warp. Few blocks fit on an SM, so few hide each other's
+// latencies, and k and v are read again for every 16 rows. It may well be slower than rung 3.
 #include <mma.h>
 
 #include "attention.cuh"
@@ -184,25 +184,17 @@ __global__ void __launch_bounds__(32, 1) attention_kernel(Attention a) {
 template <typename T, int HEAD_DIM>
 static cudaError_t launch(const Attention& a, cudaStream_t stream) {
   constexpr int bytes = sizeof(Tiles<T, HEAD_DIM>);
-  const auto kernel = attention_kernel<T, HEAD_DIM>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;  // more than this GPU's blocks can have
+  if (cudaError_t error = allow_shared_memory<attention_kernel<T, HEAD_DIM>, bytes>()) return error;
   const dim3 grid(ceil_div(a.q_len, B_r), a.heads, a.batch);
   attention_kernel<T, HEAD_DIM><<<grid, 32, bytes, stream>>>(a);
   return cudaGetLastError();
 }
 
-extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
-                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
-                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
-                                 int dtype, cudaStream_t stream) {
-  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
-                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
-  const auto run = [&](auto zero) {
+extern "C" cudaError_t attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
+                                 cudaStream_t stream) {
+  const Attention a = make_attention(q, k, v, out, workspace, scale, causal);
+  return with_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    return head_dim == 64 ? launch<T, 64>(a, stream) : launch<T, 128>(a, stream);
-  };
-  if (dtype == FLOAT16) return run(__half{});
-  if (dtype == BFLOAT16) return run(__nv_bfloat16{});
-  return run(float{});
+    return a.head_dim == 64 ? launch<T, 64>(a, stream) : launch<T, 128>(a, stream);
+  });
 }

@@ -3,8 +3,8 @@
 //
 //   q, out (batch, q_len, heads, head_dim)     k, v (batch, kv_len, kv_heads, head_dim)     fp16, bf16, or fp32 as tf32
 //   grid  (ceil(q_len / B_r), heads, batch)     one block for each Q_i: the outer loop of the paper is the grid
-//   block (32, WARPS)                           warp w has the rows 16 w ... of Q_i; lanes 2 r and 2 r + 1 of it do the
-//                                               softmax of the r-th
+//   block (32, WARPS)                           warp w: the rows of Q_i from 16 w on; its lanes 2 r and 2 r + 1 do the
+//                                               softmax of row r of them
 //
 //   line  8    S   = Q_i K_j^T                  fragments from shared memory; S goes back there
 //   line  9    m'  = max(m_i, rowmax(S))        two lanes share a row
@@ -12,10 +12,10 @@
 //   line 10    O_i = diag(exp(m_i - m')) O_i + P V_j    (printed with ^-1 in the paper: a known typo), in fragments
 //   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
 //
-// Against rung 4: k and v are read from global memory once for 64 rows instead of 16, and one copy of a tile in shared
-// memory serves four warps, so that more of them fit on a multiprocessor. What the warps share, K_j and V_j, now takes
-// a barrier of the block; for what is a warp's own, its rows of S, P and the factors, one of the warp still does.
-// What limits it now: shared memory. A fragment of K_j or V_j that has been loaded is multiplied once.
+// Compared with rung 4: k and v are read from global memory once for 64 rows instead of 16, and one copy of a tile in
+// shared memory serves four warps, so that more warps fit on an SM. K_j and V_j, which the warps share, now need a
+// barrier of the block; a warp's own rows of S, P and the factors still need only one of the warp.
+// What limits it now: shared memory. Each fragment of K_j or V_j is loaded for a single multiplication.
 #include <mma.h>
 
 #include "attention.cuh"
@@ -182,25 +182,17 @@ __global__ void __launch_bounds__(32 * WARPS, 3) attention_kernel(Attention a) {
 template <typename T, int HEAD_DIM>
 static cudaError_t launch(const Attention& a, cudaStream_t stream) {
   constexpr int bytes = sizeof(Tiles<T, HEAD_DIM>);
-  const auto kernel = attention_kernel<T, HEAD_DIM>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;  // more than this GPU's blocks can have
+  if (cudaError_t error = allow_shared_memory<attention_kernel<T, HEAD_DIM>, bytes>()) return error;
   const dim3 grid(ceil_div(a.q_len, B_r), a.heads, a.batch), block(32, WARPS);
   attention_kernel<T, HEAD_DIM><<<grid, block, bytes, stream>>>(a);
   return cudaGetLastError();
 }
 
-extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
-                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
-                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
-                                 int dtype, cudaStream_t stream) {
-  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
-                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
-  const auto run = [&](auto zero) {
+extern "C" cudaError_t attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
+                                 cudaStream_t stream) {
+  const Attention a = make_attention(q, k, v, out, workspace, scale, causal);
+  return with_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    return head_dim == 64 ? launch<T, 64>(a, stream) : launch<T, 128>(a, stream);
-  };
-  if (dtype == FLOAT16) return run(__half{});
-  if (dtype == BFLOAT16) return run(__nv_bfloat16{});
-  return run(float{});
+    return a.head_dim == 64 ? launch<T, 64>(a, stream) : launch<T, 128>(a, stream);
+  });
 }

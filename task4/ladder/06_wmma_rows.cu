@@ -1,23 +1,23 @@
-// Rung 6, wmma over a row block: each warp has 32 rows, and multiplies each fragment of K and V twice.
+// Rung 6, wmma over a row block: each warp computes 32 rows, and uses each fragment of K and V twice.
 // FlashAttention-2 forward [FA2] arXiv:2307.08691, Algorithm 1.
 //
 //   q, out (batch, q_len, heads, head_dim)     k, v (batch, kv_len, kv_heads, head_dim)     fp16, bf16, or fp32 as tf32
 //   grid  (ceil(q_len / B_r), heads, batch)     one block for each Q_i: the outer loop of the paper is the grid
-//   block (32, WARPS)                           warp w has the rows 32 w ... of Q_i, two fragments high;
-//                                               lane r of it does the softmax of the r-th
+//   block (32, WARPS)                           warp w: the rows of Q_i from 32 w on, two fragments high; its lane r
+//                                               does the softmax of row r of them
 //
 //   line  8    S   = Q_i K_j^T                  fragments from shared memory; S goes back there
-//   line  9    m'  = max(m_i, rowmax(S))        a lane has a row
+//   line  9    m'  = max(m_i, rowmax(S))        one lane per row
 //              P   = exp(S - m'),  l_i = exp(m_i - m') l_i + rowsum(P)          P takes the place of S, rounded to T
 //   line 10    O_i = diag(exp(m_i - m')) O_i + P V_j    (printed with ^-1 in the paper: a known typo), in fragments
 //   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
 //
-// Against rung 5: a fragment of K_j or V_j is loaded once for 32 rows instead of 16; k and v come from global memory
-// once for 128 rows (64 for fp32 with head_dim 128, which is twice as large). Each lane has a whole row, so that line 9
-// needs no shuffle. The price is registers: at head_dim 128 O_i alone takes 128 of a lane's 255, and two blocks fill
-// the multiprocessor's.
-// What limits it now: S goes through shared memory and P back, only because CUDA does not say which lane holds what;
-// and k and v come from global memory one number at a time, while the tensor cores wait.
+// Compared with rung 5: a fragment of K_j or V_j is loaded once for 32 rows instead of 16; k and v are loaded from
+// global memory once for 128 rows (64 for fp32 with head_dim 128, which is twice as large). Each lane has a whole row,
+// so line 9 needs no shuffle. The price is registers: at head_dim 128 O_i alone takes 128 of a lane's 255, and two
+// blocks fill the register file of an SM.
+// What limits it now: S goes through shared memory and P back only because CUDA does not say which lane holds what; and
+// k and v are loaded from global memory one number at a time, while the tensor cores wait.
 #include <mma.h>
 
 #include "attention.cuh"
@@ -199,25 +199,17 @@ __global__ void __launch_bounds__(32 * Tiles<T, HEAD_DIM>::WARPS, 2) attention_k
 template <typename T, int HEAD_DIM>
 static cudaError_t launch(const Attention& a, cudaStream_t stream) {
   using Tile = Tiles<T, HEAD_DIM>;
-  const auto kernel = attention_kernel<T, HEAD_DIM>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Tile));
-  if (error != cudaSuccess) return error;  // more than this GPU's blocks can have
+  if (cudaError_t error = allow_shared_memory<attention_kernel<T, HEAD_DIM>, sizeof(Tile)>()) return error;
   const dim3 grid(ceil_div(a.q_len, Tile::B_r), a.heads, a.batch), block(32, Tile::WARPS);
   attention_kernel<T, HEAD_DIM><<<grid, block, sizeof(Tile), stream>>>(a);
   return cudaGetLastError();
 }
 
-extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
-                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
-                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
-                                 int dtype, cudaStream_t stream) {
-  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
-                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
-  const auto run = [&](auto zero) {
+extern "C" cudaError_t attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
+                                 cudaStream_t stream) {
+  const Attention a = make_attention(q, k, v, out, workspace, scale, causal);
+  return with_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    return head_dim == 64 ? launch<T, 64>(a, stream) : launch<T, 128>(a, stream);
-  };
-  if (dtype == FLOAT16) return run(__half{});
-  if (dtype == BFLOAT16) return run(__nv_bfloat16{});
-  return run(float{});
+    return a.head_dim == 64 ? launch<T, 64>(a, stream) : launch<T, 128>(a, stream);
+  });
 }

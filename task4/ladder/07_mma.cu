@@ -3,32 +3,32 @@
 //
 //   q, out (batch, q_len, heads, head_dim)      k, v (batch, kv_len, kv_heads, head_dim)     fp16 or bf16, sums in fp32
 //   grid  (ceil(q_len / B_r), heads, batch)     one block for each Q_i; those of one head run together: K and V from L2
-//   block (32 WARPS)                            warp w has the rows from 16 R w of Q_i, R pieces of 16, and all columns
+//   block (32 WARPS)                            warp w: the rows of Q_i from 16 R w on, R pieces of 16; all columns
 //   tile  B_r = 128, B_c = 64, WARPS = 4, so R = 2;  48 and 80 KiB of shared memory at head_dim 64 and 128
 //   The caller has checked: head_dim 64 or 128, scale above 0, pointers and strides multiples of 16 bytes
 //
-//   line  8    S   = Q_i K_j^T                  in pieces of 16 x 8 x 16, from fragments that ldmatrix fetches
+//   line  8    S   = Q_i K_j^T                  in pieces of 16 x 8 x 16, from fragments that ldmatrix loads
 //   line  9    m'  = max(m_i, rowmax(S))        four lanes share a row: two shuffles
 //              P   = exp(S - m'),  l_i = exp(m_i - m') l_i + rowsum(P)
 //   line 10    O_i = diag(exp(m_i - m')) O_i + P V_j     (printed with ^-1 in the paper: a known typo)
 //   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
 //
-// Against rung 6: wmma does not say which thread holds which element, so S went to shared memory to be looked at. For
-// mma.sync it is written down (ptx.cuh). With g = lane / 4 and t = lane % 4, a thread's sums of a 16 x 8 piece are
+// Compared with rung 6: wmma does not say which thread holds which element, so S goes through shared memory there. PTX
+// says it of mma.sync (ptx.cuh): with g = lane / 4 and t = lane % 4, a thread's sums of a 16 x 8 piece are
 //     [0] [1]  row g, columns 2t and 2t + 1          [2] [3]  row g + 8, the same columns
-// and softmax and rescaling happen where the sums are: 2 x 32 KiB of fp32 scores for 64 keys do not go through shared
-// memory any more. P still does, as T: the second product wants it as left operand. And rows are loaded 16 bytes at a
-// time.
-// What limits it now: bank conflicts. ldmatrix fetches matrices of 8 rows x 16 bytes; here rows lie 128 or 256 bytes
-// apart, and 128 bytes is what the 32 banks span. All 8 meet in the same 4 banks: 8 wavefronts a matrix instead of 1,
-// and as many for storing 8 rows of P. One tile at head_dim 128 takes all warps together 12,544 wavefronts, one a
-// clock; its products would take an A100 2,048 clocks.
+// and softmax and rescaling happen where the sums are: 2 x 32 KiB of fp32 scores for 64 keys no longer go through
+// shared memory. P still does, as T, because the second product wants it as left operand. And rows are loaded 16 bytes
+// at a time.
+// What limits it now: bank conflicts. ldmatrix loads matrices of 8 rows x 16 bytes; here rows are 128 or 256 bytes
+// apart, and the 32 banks span 128 bytes. All 8 rows hit the same 4 banks: 8 wavefronts per matrix instead of 1, and as
+// many for storing 8 rows of P. One tile at head_dim 128 takes 12,544 wavefronts for all warps together, one per clock;
+// its products would take an A100 2,048 clocks.
 #include <cuda_runtime.h>
 
 #include "attention.cuh"
 #include "ptx.cuh"
 
-// Where the 16 bytes (8 elements) number `chunk` of a row stand in a tile.
+// The offset in a tile of a row's 16 bytes (8 elements) number `chunk`.
 template <int COLUMNS>
 __device__ __forceinline__ int offset(int row, int chunk) {
   return row * COLUMNS + 8 * chunk;
@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_tile(T* tile, const T* rows, int64_t row_st
   const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
   const T* from = rows + row * row_stride + 8 * chunk;
   T* to = tile + offset<HEAD_DIM>(row, chunk);
-  uint4 x[ROWS / STEP];  // all loads are on their way before the first is waited for
+  uint4 x[ROWS / STEP];  // all loads are in flight before the first is awaited
 #pragma unroll
   for (int r = 0; r < ROWS; r += STEP, from += STEP * row_stride)
     x[r / STEP] = r < inside - row ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
@@ -202,23 +202,23 @@ template <typename T, int HEAD_DIM>
 static cudaError_t launch(const Attention& a, cudaStream_t stream) {
   constexpr int B_r = 128, B_c = 64, WARPS = 4;
   constexpr int bytes = ((B_r + 2 * B_c) * HEAD_DIM + B_r * B_c) * sizeof(T);  // Q_i, K_j, V_j, P
-  const auto kernel = attention_kernel<T, HEAD_DIM, B_r, B_c, WARPS>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;  // more than this GPU's blocks can have
+  if (cudaError_t error = allow_shared_memory<attention_kernel<T, HEAD_DIM, B_r, B_c, WARPS>, bytes>()) return error;
   const dim3 grid(ceil_div(a.q_len, B_r), a.heads, a.batch);
   attention_kernel<T, HEAD_DIM, B_r, B_c, WARPS><<<grid, 32 * WARPS, bytes, stream>>>(a);
   return cudaGetLastError();
 }
 
-extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
-                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
-                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
-                                 int dtype, cudaStream_t stream) {
-  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
-                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
-  if (head_dim != 64 && head_dim != 128) return cudaErrorInvalidValue;
-  if (dtype == FLOAT16) return head_dim == 64 ? launch<__half, 64>(a, stream) : launch<__half, 128>(a, stream);
-  if (dtype == BFLOAT16)
-    return head_dim == 64 ? launch<__nv_bfloat16, 64>(a, stream) : launch<__nv_bfloat16, 128>(a, stream);
+template <typename T>
+static cudaError_t launch(const Attention& a, cudaStream_t stream) {
+  if (a.head_dim == 64) return launch<T, 64>(a, stream);
+  if (a.head_dim == 128) return launch<T, 128>(a, stream);
+  return cudaErrorInvalidValue;
+}
+
+extern "C" cudaError_t attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
+                                 cudaStream_t stream) {
+  const Attention a = make_attention(q, k, v, out, workspace, scale, causal);
+  if (dtype == FLOAT16) return launch<__half>(a, stream);
+  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(a, stream);
   return cudaErrorInvalidValue;
 }

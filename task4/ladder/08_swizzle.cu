@@ -3,38 +3,38 @@
 //
 //   q, out (batch, q_len, heads, head_dim)      k, v (batch, kv_len, kv_heads, head_dim)     fp16 or bf16, sums in fp32
 //   grid  (ceil(q_len / B_r), heads, batch)     one block for each Q_i; those of one head run together: K and V from L2
-//   block (32 WARPS)                            warp w has the rows from 16 R w of Q_i, R pieces of 16, and all columns
+//   block (32 WARPS)                            warp w: the rows of Q_i from 16 R w on, R pieces of 16; all columns
 //   tile  B_r = 128, B_c = 64, WARPS = 4, so R = 2;  48 and 80 KiB of shared memory at head_dim 64 and 128
 //   The caller has checked: head_dim 64 or 128, scale above 0, pointers and strides multiples of 16 bytes
 //
-//   line  8    S   = Q_i K_j^T                  in pieces of 16 x 8 x 16, from fragments that ldmatrix fetches
+//   line  8    S   = Q_i K_j^T                  in pieces of 16 x 8 x 16, from fragments that ldmatrix loads
 //   line  9    m'  = max(m_i, rowmax(S))        four lanes share a row: two shuffles
 //              P   = exp(S - m'),  l_i = exp(m_i - m') l_i + rowsum(P)
 //   line 10    O_i = diag(exp(m_i - m')) O_i + P V_j     (printed with ^-1 in the paper: a known typo)
 //   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
 //
-// Against rung 7: offset(), and + became ^ where a lane walks along its row. Row r keeps its 16 bytes number c, a
-// chunk, at place c ^ r % 8. What stands at the places 0 ... 7:
+// Compared with rung 7: offset(), and + became ^ where a lane walks along its row. Row r keeps chunk c, its 16 bytes
+// number c, at place c ^ r % 8. The chunks at places 0 ... 7:
 //     row 0    0 1 2 3 4 5 6 7
 //     row 1    1 0 3 2 5 4 7 6          Each row and each column has every number once. So 8 chunks of one row, which
-//     row 2    2 3 0 1 6 7 4 5          load_tile stores, and one chunk of 8 rows, which ldmatrix fetches, both lie in
+//     row 2    2 3 0 1 6 7 4 5          load_tile stores, and one chunk of 8 rows, which ldmatrix loads, are both in
 //     ...                               8 different groups of 4 banks.
 //     row 7    7 6 5 4 3 2 1 0
 // 2 e chunks further on in a row is ^ 16 e elements, because (2 e + c) ^ r = 2 e ^ (c ^ r) for c = 0 and 1.
 //
 // Wavefronts for one tile at head_dim 128, all warps together:                   rung 7    rung 8
-//     ldmatrix of Q, K, P, V       16 + 32 + 8 + 32 times 4 matrices a warp      11,264     1,408
-//     storing P                    32 stores a warp of 8 rows x 16 bytes          1,024       128
+//     ldmatrix of Q, K, P, V       16 + 32 + 8 + 32 times 4 matrices per warp    11,264     1,408
+//     storing P                    32 stores per warp of 8 rows x 16 bytes        1,024       128
 //     storing K and V              8 threads write 128 bytes of one row             256       256
-// Rows longer by 16 bytes would do as much for 6 to 12 % more shared memory. The swizzle costs none, and one XOR for an
+// Rows padded by 16 bytes would do as much for 6 to 12 % more shared memory. The swizzle costs none, and one XOR per
 // address. TMA and wgmma (rung 11) have the same one built in.
-// What limits it now: instructions. The softmax takes 11 for an element of S beside the products.
+// What limits it now: instructions. Besides the products, the softmax takes 11 per element of S.
 #include <cuda_runtime.h>
 
 #include "attention.cuh"
 #include "ptx.cuh"
 
-// Where the 16 bytes (8 elements) number `chunk` of a row stand in a tile.
+// The offset in a tile of a row's 16 bytes (8 elements) number `chunk`.
 template <int COLUMNS>
 __device__ __forceinline__ int offset(int row, int chunk) {
   return row * COLUMNS + 8 * (chunk ^ row % 8);
@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_tile(T* tile, const T* rows, int64_t row_st
   const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
   const T* from = rows + row * row_stride + 8 * chunk;
   T* to = tile + offset<HEAD_DIM>(row, chunk);
-  uint4 x[ROWS / STEP];  // all loads are on their way before the first is waited for
+  uint4 x[ROWS / STEP];  // all loads are in flight before the first is awaited
 #pragma unroll
   for (int r = 0; r < ROWS; r += STEP, from += STEP * row_stride)
     x[r / STEP] = r < inside - row ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
@@ -208,23 +208,23 @@ template <typename T, int HEAD_DIM>
 static cudaError_t launch(const Attention& a, cudaStream_t stream) {
   constexpr int B_r = 128, B_c = 64, WARPS = 4;
   constexpr int bytes = ((B_r + 2 * B_c) * HEAD_DIM + B_r * B_c) * sizeof(T);  // Q_i, K_j, V_j, P
-  const auto kernel = attention_kernel<T, HEAD_DIM, B_r, B_c, WARPS>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;  // more than this GPU's blocks can have
+  if (cudaError_t error = allow_shared_memory<attention_kernel<T, HEAD_DIM, B_r, B_c, WARPS>, bytes>()) return error;
   const dim3 grid(ceil_div(a.q_len, B_r), a.heads, a.batch);
   attention_kernel<T, HEAD_DIM, B_r, B_c, WARPS><<<grid, 32 * WARPS, bytes, stream>>>(a);
   return cudaGetLastError();
 }
 
-extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
-                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
-                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
-                                 int dtype, cudaStream_t stream) {
-  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
-                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
-  if (head_dim != 64 && head_dim != 128) return cudaErrorInvalidValue;
-  if (dtype == FLOAT16) return head_dim == 64 ? launch<__half, 64>(a, stream) : launch<__half, 128>(a, stream);
-  if (dtype == BFLOAT16)
-    return head_dim == 64 ? launch<__nv_bfloat16, 64>(a, stream) : launch<__nv_bfloat16, 128>(a, stream);
+template <typename T>
+static cudaError_t launch(const Attention& a, cudaStream_t stream) {
+  if (a.head_dim == 64) return launch<T, 64>(a, stream);
+  if (a.head_dim == 128) return launch<T, 128>(a, stream);
+  return cudaErrorInvalidValue;
+}
+
+extern "C" cudaError_t attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
+                                 cudaStream_t stream) {
+  const Attention a = make_attention(q, k, v, out, workspace, scale, causal);
+  if (dtype == FLOAT16) return launch<__half>(a, stream);
+  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(a, stream);
   return cudaErrorInvalidValue;
 }

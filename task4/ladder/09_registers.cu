@@ -3,35 +3,35 @@
 //
 //   q, out (batch, q_len, heads, head_dim)      k, v (batch, kv_len, kv_heads, head_dim)     fp16 or bf16, sums in fp32
 //   grid  (ceil(q_len / B_r), heads, batch)     one block for each Q_i; those of one head run together: K and V from L2
-//   block (32 WARPS)                            warp w has the rows from 16 R w of Q_i, R pieces of 16, and all columns
+//   block (32 WARPS)                            warp w: the rows of Q_i from 16 R w on, R pieces of 16; all columns
 //   tile  B_r = 128, B_c = 64 (48 at head_dim 128), WARPS = 4, so R = 2;  32 and 56 KiB of shared memory
 //   The caller has checked: head_dim 64 or 128, scale above 0, pointers and strides multiples of 16 bytes
 //
-//   line  8    S   = Q_i K_j^T                  in pieces of 16 x 8 x 16, from fragments that ldmatrix fetches
+//   line  8    S   = Q_i K_j^T                  in pieces of 16 x 8 x 16, from fragments that ldmatrix loads
 //   line  9    m'  = max(m_i, rowmax(S))        four lanes share a row: two shuffles
 //              P   = exp(S - m'),  l_i = exp(m_i - m') l_i + rowsum(P)
 //   line 10    O_i = diag(exp(m_i - m')) O_i + P V_j     (printed with ^-1 in the paper: a known typo)
 //   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
 //
-// Against rung 8:
+// Compared with rung 8:
 //   P     two neighbouring 16 x 8 pieces of sums are, element by element, a 16 x 16 left operand: pairs of floats
 //         become pairs of T, and that is all. P_s is gone, and its __syncwarp()
-//   Q_i   is fetched from shared memory once, not for every tile: 32 registers at head_dim 64. At 128 there are no 64
-//         left, beside 128 of O_i and the scores; it is still fetched, as it is in FlashAttention-2 itself
+//   Q_i   is loaded from shared memory once, not once per tile: 32 registers at head_dim 64. At 128 it would take 64,
+//         for which O_i's 128 and the scores leave no room: it is loaded per tile, as in FlashAttention-2 itself
 //   exp   exp(scale S - m) is exp2(S (scale log2 e) - m), m in that unit: one FFMA, and the exp2 instruction itself.
-//         Before: an FMUL, an FADD, and in exp2f() three more for results below 2^-126, which are 0 here
-//   l_i   is each thread's own part of the sum; the four parts meet once, at the end. The maximum cannot wait
+//         Rung 8 takes an FMUL, an FADD, and in exp2f() three more for results below 2^-126, which are 0 here
+//   l_i   is each thread's own part of the sum; the four parts are added once, at the end. The maximum cannot wait
 //   mask  only in tiles that the diagonal or the end of the keys cuts
-// An element of S takes 4.5 instructions beside the products (max, FFMA, exp2, sum, half a conversion) instead of 11;
+// An element of S takes 4.5 instructions besides the products (max, FFMA, exp2, sum, half a conversion) instead of 11;
 // 64 keys take 640 wavefronts of shared memory instead of 1,024 at head_dim 64, 1,621 instead of 1,792 at 128.
-// What limits it now: a block waits for its tile, then computes, then loads the next. Only the other block of the
-// multiprocessor (there are two: a thread has up to 255 registers) fills the gaps.
+// What limits it now: a block waits for its tile, then computes, then loads the next. Only the SM's other block fills
+// the gaps (two fit: a thread has up to 255 registers).
 #include <cuda_runtime.h>
 
 #include "attention.cuh"
 #include "ptx.cuh"
 
-// Where the 16 bytes (8 elements) number `chunk` of a row stand in a tile.
+// The offset in a tile of a row's 16 bytes (8 elements) number `chunk`.
 template <int COLUMNS>
 __device__ __forceinline__ int offset(int row, int chunk) {
   return row * COLUMNS + 8 * (chunk ^ row % 8);
@@ -45,7 +45,7 @@ __device__ __forceinline__ void load_tile(T* tile, const T* rows, int64_t row_st
   const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
   const T* from = rows + row * row_stride + 8 * chunk;
   T* to = tile + offset<HEAD_DIM>(row, chunk);
-  uint4 x[ROWS / STEP];  // all loads are on their way before the first is waited for
+  uint4 x[ROWS / STEP];  // all loads are in flight before the first is awaited
 #pragma unroll
   for (int r = 0; r < ROWS; r += STEP, from += STEP * row_stride)
     x[r / STEP] = r < inside - row ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
@@ -86,7 +86,7 @@ template <typename T, int HEAD_DIM, int B_r, int B_c, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS) attention_kernel(Attention a) {
   constexpr int D = HEAD_DIM, THREADS = 32 * WARPS, R = B_r / (16 * WARPS);
   static_assert(B_r == 16 * WARPS * R && B_c % 16 == 0, "products are made of 16 x 16 pieces");
-  constexpr bool Q_STAYS = D == 64;  // in registers: 32 of them. At 128 there are not 64 left, beside O_i's 128
+  constexpr bool Q_STAYS = D == 64;  // in 32 registers. At 128 it would take 64, beside O_i's 128
   extern __shared__ __align__(128) uint4 shared[];
   T* Q_s = reinterpret_cast<T*>(shared);  // [B_r][D]
   T* K_s = Q_s + B_r * D;                 // [B_c][D]
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(32 * WARPS) attention_kernel(Attention a) {
   const int head = blockIdx.y, b = blockIdx.z;
   const int row_0 = (gridDim.x - 1 - blockIdx.x) * B_r;  // causal: the longest rows start first
   const int row_w = row_0 + 16 * R * warp;               // the warp's first row
-  T* Q_w = Q_s + 16 * R * warp * D;                      // and where it stands in shared memory
+  T* Q_w = Q_s + 16 * R * warp * D;                      // and its place in shared memory
   const T* k = a.k_head<T>(b, head);
   const T* v = a.v_head<T>(b, head);
   const float scale = a.scale * LOG2_E;
@@ -227,23 +227,23 @@ template <typename T, int HEAD_DIM>
 static cudaError_t launch(const Attention& a, cudaStream_t stream) {
   constexpr int B_r = 128, B_c = HEAD_DIM == 64 ? 64 : 48, WARPS = 4;  // 64 would spill registers
   constexpr int bytes = (B_r + 2 * B_c) * HEAD_DIM * sizeof(T);  // Q_i, K_j, V_j
-  const auto kernel = attention_kernel<T, HEAD_DIM, B_r, B_c, WARPS>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;  // more than this GPU's blocks can have
+  if (cudaError_t error = allow_shared_memory<attention_kernel<T, HEAD_DIM, B_r, B_c, WARPS>, bytes>()) return error;
   const dim3 grid(ceil_div(a.q_len, B_r), a.heads, a.batch);
   attention_kernel<T, HEAD_DIM, B_r, B_c, WARPS><<<grid, 32 * WARPS, bytes, stream>>>(a);
   return cudaGetLastError();
 }
 
-extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
-                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
-                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
-                                 int dtype, cudaStream_t stream) {
-  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
-                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
-  if (head_dim != 64 && head_dim != 128) return cudaErrorInvalidValue;
-  if (dtype == FLOAT16) return head_dim == 64 ? launch<__half, 64>(a, stream) : launch<__half, 128>(a, stream);
-  if (dtype == BFLOAT16)
-    return head_dim == 64 ? launch<__nv_bfloat16, 64>(a, stream) : launch<__nv_bfloat16, 128>(a, stream);
+template <typename T>
+static cudaError_t launch(const Attention& a, cudaStream_t stream) {
+  if (a.head_dim == 64) return launch<T, 64>(a, stream);
+  if (a.head_dim == 128) return launch<T, 128>(a, stream);
+  return cudaErrorInvalidValue;
+}
+
+extern "C" cudaError_t attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
+                                 cudaStream_t stream) {
+  const Attention a = make_attention(q, k, v, out, workspace, scale, causal);
+  if (dtype == FLOAT16) return launch<__half>(a, stream);
+  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(a, stream);
   return cudaErrorInvalidValue;
 }

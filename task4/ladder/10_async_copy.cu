@@ -1,39 +1,40 @@
-// Rung 10, cp.async: the next K and V are on their way while this tile is computed.
+// Rung 10, cp.async: the next K and V are loaded while this tile is computed.
 // FlashAttention-2 forward [FA2] arXiv:2307.08691, Algorithm 1.
 //
 //   q, out (batch, q_len, heads, head_dim)      k, v (batch, kv_len, kv_heads, head_dim)     fp16 or bf16, sums in fp32
 //   grid  (ceil(q_len / B_r), heads, batch)     one block for each Q_i; those of one head run together: K and V from L2
-//   block (32 WARPS)                            warp w has the rows from 16 R w of Q_i, R pieces of 16, and all columns
+//   block (32 WARPS)                            warp w: the rows of Q_i from 16 R w on, R pieces of 16; all columns
 //   tile  B_r = 128, B_c = 64, WARPS = 4, so R = 2;  48 and 96 KiB of shared memory
 //   The caller has checked: head_dim 64 or 128, scale above 0, pointers and strides multiples of 16 bytes
 //
-//   line  8    S   = Q_i K_j^T                  in pieces of 16 x 8 x 16, from fragments that ldmatrix fetches
+//   line  8    S   = Q_i K_j^T                  in pieces of 16 x 8 x 16, from fragments that ldmatrix loads
 //   line  9    m'  = max(m_i, rowmax(S))        four lanes share a row: two shuffles
 //              P   = exp(S - m'),  l_i = exp(m_i - m') l_i + rowsum(P)
 //   line 10    O_i = diag(exp(m_i - m')) O_i + P V_j     (printed with ^-1 in the paper: a known typo)
 //   line 12    O_i = diag(l_i)^-1 O_i           once, at the end
 //
-// Against rung 9:
-//   copy  cp.async goes from global to shared memory past the registers, and load_tile() returns at once. K and V have
-//         two buffers: the products read one while the other fills. One __syncthreads() a tile does, rung 9 needs two
-//   B_c   is 64 at head_dim 128, too: the 48 registers a thread that held tiles on their way are free
-//   out   goes through shared memory, to the place of the warp's rows of Q_i, and from there 16 bytes a thread, whole
-//         rows. Before: 4 bytes a thread, in pieces of 16 bytes, which is half of what memory moves at least
+// Compared with rung 9:
+//   copy  cp.async copies from global to shared memory without registers, and load_tile() returns at once. K and V
+//         have two buffers each: the products read one while the other fills. That takes one __syncthreads() per tile,
+//         and not two
+//   B_c   is 64 at head_dim 128 too: the 48 registers per thread that held tiles in flight are free
+//   out   goes through shared memory, in the place of the warp's rows of Q_i, and from there to global memory 16 bytes
+//         per thread, in whole rows. Rung 9 writes 4 bytes per thread, in pieces of 16 bytes: half a memory sector
 // What limits it now: mma.sync itself, with which a Hopper tensor core reaches little more than half of its peak, and
-// that only eight warps take turns at it. Where a multiprocessor has less than 194 KiB of shared memory, it is four at
-// head_dim 128.
+// that only eight warps share the tensor cores of an SM. Where an SM has less than 194 KiB of shared memory, only four
+// do at head_dim 128.
 #include <cuda_runtime.h>
 
 #include "attention.cuh"
 #include "ptx.cuh"
 
-// Where the 16 bytes (8 elements) number `chunk` of a row stand in a tile.
+// The offset in a tile of a row's 16 bytes (8 elements) number `chunk`.
 template <int COLUMNS>
 __device__ __forceinline__ int offset(int row, int chunk) {
   return row * COLUMNS + 8 * (chunk ^ row % 8);
 }
 
-// tile = rows [0, ROWS); zeros from row `inside` on, which is the end of the tensor. On its way when this returns.
+// tile = rows [0, ROWS); zeros from row `inside` on, which is the end of the tensor. In flight when this returns.
 template <int ROWS, int HEAD_DIM, int THREADS, typename T>
 __device__ __forceinline__ void load_tile(T* tile, const T* rows, int64_t row_stride, int inside) {
   constexpr int CHUNKS = HEAD_DIM / 8, STEP = THREADS / CHUNKS;
@@ -79,7 +80,7 @@ template <typename T, int HEAD_DIM, int B_r, int B_c, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS) attention_kernel(Attention a) {
   constexpr int D = HEAD_DIM, THREADS = 32 * WARPS, R = B_r / (16 * WARPS);
   static_assert(B_r == 16 * WARPS * R && B_c % 16 == 0, "products are made of 16 x 16 pieces");
-  constexpr bool Q_STAYS = D == 64;  // in registers: 32 of them. At 128 there are not 64 left, beside O_i's 128
+  constexpr bool Q_STAYS = D == 64;  // in 32 registers. At 128 it would take 64, beside O_i's 128
   extern __shared__ __align__(128) uint4 shared[];
   T* Q_s = reinterpret_cast<T*>(shared);  // [B_r][D]
   T* K_s = Q_s + B_r * D;                 // [2][B_c][D]
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(32 * WARPS) attention_kernel(Attention a) {
   const int head = blockIdx.y, b = blockIdx.z;
   const int row_0 = (gridDim.x - 1 - blockIdx.x) * B_r;  // causal: the longest rows start first
   const int row_w = row_0 + 16 * R * warp;               // the warp's first row
-  T* Q_w = Q_s + 16 * R * warp * D;                      // and where it stands in shared memory; in the end O_i does
+  T* Q_w = Q_s + 16 * R * warp * D;                      // and its place in shared memory, at the end O_i's
   const T* k = a.k_head<T>(b, head);
   const T* v = a.v_head<T>(b, head);
   const float scale = a.scale * LOG2_E;
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(32 * WARPS) attention_kernel(Attention a) {
   for (int col_0 = 0, stage = 0; col_0 < end; col_0 += B_c, stage ^= 1) {  // line 6
     const T *K_j = K_s + stage * B_c * D, *V_j = V_s + stage * B_c * D;
     float S[R][B_c / 8][4] = {};  // line 8
-#pragma unroll 4  // of 8 at head_dim 128: ptxas would fetch fragments further ahead than it has registers
+#pragma unroll 4  // of 8 at head_dim 128: ptxas would load fragments further ahead than it has registers for
     for (int e = 0; e < D / 16; ++e) {
 #pragma unroll
       for (int r = 0; r < R && !Q_STAYS; ++r) ldmatrix_x4(Q_i[r][0], Q_w + 16 * r * D + (a_lane ^ 16 * e));
@@ -233,23 +234,23 @@ template <typename T, int HEAD_DIM>
 static cudaError_t launch(const Attention& a, cudaStream_t stream) {
   constexpr int B_r = 128, B_c = 64, WARPS = 4;
   constexpr int bytes = (B_r + 4 * B_c) * HEAD_DIM * sizeof(T);  // Q_i, and K_j and V_j twice
-  const auto kernel = attention_kernel<T, HEAD_DIM, B_r, B_c, WARPS>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;  // more than this GPU's blocks can have
+  if (cudaError_t error = allow_shared_memory<attention_kernel<T, HEAD_DIM, B_r, B_c, WARPS>, bytes>()) return error;
   const dim3 grid(ceil_div(a.q_len, B_r), a.heads, a.batch);
   attention_kernel<T, HEAD_DIM, B_r, B_c, WARPS><<<grid, 32 * WARPS, bytes, stream>>>(a);
   return cudaGetLastError();
 }
 
-extern "C" cudaError_t attention(const void* q, const void* k, const void* v, void* out, void* workspace, int batch,
-                                 int heads, int kv_heads, int q_len, int kv_len, int head_dim, Strides q_strides,
-                                 Strides k_strides, Strides v_strides, Strides out_strides, float scale, int causal,
-                                 int dtype, cudaStream_t stream) {
-  const Attention a = {q, k, v, out, workspace, batch, heads, kv_heads, q_len, kv_len,
-                       q_strides, k_strides, v_strides, out_strides, scale, causal != 0};
-  if (head_dim != 64 && head_dim != 128) return cudaErrorInvalidValue;
-  if (dtype == FLOAT16) return head_dim == 64 ? launch<__half, 64>(a, stream) : launch<__half, 128>(a, stream);
-  if (dtype == BFLOAT16)
-    return head_dim == 64 ? launch<__nv_bfloat16, 64>(a, stream) : launch<__nv_bfloat16, 128>(a, stream);
+template <typename T>
+static cudaError_t launch(const Attention& a, cudaStream_t stream) {
+  if (a.head_dim == 64) return launch<T, 64>(a, stream);
+  if (a.head_dim == 128) return launch<T, 128>(a, stream);
+  return cudaErrorInvalidValue;
+}
+
+extern "C" cudaError_t attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
+                                 cudaStream_t stream) {
+  const Attention a = make_attention(q, k, v, out, workspace, scale, causal);
+  if (dtype == FLOAT16) return launch<__half>(a, stream);
+  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(a, stream);
   return cudaErrorInvalidValue;
 }

@@ -9,15 +9,15 @@ A rung is compiled when it is first called.
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.build import Kernels, Strides, dtype_code
+from common.build import Kernels, dtype_code
 from common.inputs import check_attention
 
 log = logging.getLogger("task4.ladder")
@@ -40,10 +40,8 @@ class Rung:
         hopper: it uses wgmma and TMA: it runs on ``capability`` alone, and not on the CPU.
         vector: bytes to which pointers and strides must be aligned for its loads.
         tf32: it takes float32 tensors, but multiplies them rounded to tf32.
-        workspace: bytes of scratch memory, by ``(batch, heads, kv_heads, q_len, kv_len, head_dim)``.
         counter: its workspace is an int that is 0 before and after, if causal.
         split: it multiplies float32 on tensor cores, in 16-bit parts.
-        shared_memory: bytes that a block takes, by head_dim, if that is more than every GPU of ``capability`` has.
     """
 
     number: int
@@ -56,10 +54,8 @@ class Rung:
     hopper: bool = False
     vector: int = 16
     tf32: bool = False
-    workspace: Callable[[tuple[int, int, int, int, int, int]], int] | None = None
     counter: bool = False
     split: bool = False
-    shared_memory: Mapping[int, int] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         return f"rung {self.number} ({self.name})"
@@ -78,13 +74,6 @@ class Rung:
 
 
 _ALL = (FP32, FP16, BF16)
-
-
-def _split_keys_and_values(sizes: tuple[int, int, int, int, int, int]) -> int:
-    """Rung 15's ``Record`` for each tile of K and of V, which is 8,192 numbers."""
-    batch, _, kv_heads, _, kv_len, head_dim = sizes
-    tiles = -(-kv_len // (8192 // head_dim))
-    return 2 * batch * kv_heads * tiles * 32896
 
 
 # What rungs have in common.
@@ -114,7 +103,7 @@ RUNGS: tuple[Rung, ...] = (
     ),
     Rung(
         15, "fp32", "15_fp32.cu", "float32 in parts of 16 bits on wgmma, as accurate as float32", (FP32,),
-        workspace=_split_keys_and_values, split=True, **_HOPPER,
+        split=True, **_HOPPER,
     ),
 )  # fmt: skip
 
@@ -212,24 +201,25 @@ class Call:
         self.rung = _fastest(q, k, v, least) if rung is None else _named(rung, q, k, v)
         self._out = dict(size=(batch, q_len, heads, head_dim), dtype=q.dtype, device=q.device)
         self._nothing = not (batch and q_len and heads and kv_len)
-        self._scratch = self.rung.workspace(sizes) if self.rung.workspace else 0
         self._counted = self.rung.counter and causal
-        self._kernels = kernels(self.rung)
-        contiguous = Strides(q_len * heads * head_dim, heads * head_dim, head_dim)
+        own = kernels(self.rung)
+        asked = own.has_query("workspace_bytes") and not self._nothing
+        self._scratch = own.query("workspace_bytes", q.device, q=q, k=k) if asked else 0
         self._numbers = dict(
-            batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim,
-            q_strides=_strides(q), k_strides=_strides(k), v_strides=_strides(v), out_strides=contiguous,
             scale=1 / math.sqrt(head_dim) if scale is None else float(scale), causal=int(causal),
             dtype=dtype_code(q.dtype),
         )  # fmt: skip
+        self._launch: Callable[..., None] | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._nothing:  # no rows, or rows that see no key
             return torch.zeros(**self._out)
         out, workspace = self.allocate()
-        self._kernels.launch(
-            "attention", q=q, k=k, v=v, out=out, workspace=workspace, **self._numbers
-        )
+        if self._launch is None:
+            self._launch = kernels(self.rung).prepare(
+                "attention", q=q, k=k, v=v, out=out, workspace=workspace, **self._numbers
+            )
+        self._launch(q, k, v, out, workspace)
         return out
 
     def allocate(self) -> tuple[Tensor, Tensor | None]:
@@ -260,13 +250,6 @@ def counter(device: torch.device) -> Tensor:
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 _calls: dict[tuple[Any, ...], Call] = {}
 _MOST_CALLS = 4096
-
-
-def _strides(tensor: Tensor) -> Strides:
-    """A tensor's strides; where there is only one index the stride is never used, and may as well be an aligned one."""
-    width = tensor.shape[-1]
-    pairs = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    return Strides(*(stride if n > 1 else width for n, stride in pairs))
 
 
 @functools.cache
@@ -360,11 +343,6 @@ def why_not(
             f"{rung} needs a GPU of compute capability {_version(rung.capability)}"
             f"{' (Hopper)' if rung.hopper else ' or newer'}; {gpu.name} has {_version(gpu.capability)}"
         )
-    if (bytes_needed := rung.shared_memory.get(head_dim, 0)) > gpu.shared_memory:
-        return (
-            f"{rung} needs {bytes_needed:,} bytes of shared memory at head_dim {head_dim};"
-            f" a block on {gpu.name} has {gpu.shared_memory:,}"
-        )
     if alignment < rung.vector:
         return f"{rung} needs tensors aligned to {rung.vector} bytes; got {alignment}"
     return None
@@ -374,13 +352,12 @@ def why_not(
 class _Gpu:
     name: str
     capability: tuple[int, int]
-    shared_memory: int  # bytes that a block can have
 
 
 @functools.cache
 def _gpu(device: torch.device) -> _Gpu:
     found = torch.cuda.get_device_properties(device)
-    return _Gpu(found.name, (found.major, found.minor), found.shared_memory_per_block_optin)
+    return _Gpu(found.name, (found.major, found.minor))
 
 
 def aligned_to(tensor: Tensor) -> int:

@@ -81,8 +81,8 @@ constexpr size_t kReturnAddress = 11;  // x30
 namespace cuda_on_cpu {
 namespace {
 
-// Every guard page splits a mapping in two, and Linux allows 65,530 mappings a process. Beyond this
-// many stacks (16 OS threads with full blocks) the rest does without.
+// Every guard page splits a mapping in two, and Linux allows 65,530 mappings per process. Beyond this
+// many stacks (16 OS threads with full blocks) the others have no guard page.
 constexpr long kMaxGuards = 16 * 1024;
 std::atomic<long> guards{0};
 

@@ -17,7 +17,7 @@ extern "C" void cuda_on_cpu_switch(StackPointer* from, StackPointer to);
 /// half of the switch. A signal handler returns to it to leave a fiber that cannot go on.
 extern "C" void cuda_on_cpu_resume();
 
-/// Memory for one fiber's stack, with a page below it that nobody may touch.
+/// Memory for one fiber's stack, with a page below it that must not be touched.
 class Stack {
  public:
   static constexpr size_t kBytes = 256 * 1024;

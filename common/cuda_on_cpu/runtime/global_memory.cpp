@@ -99,7 +99,7 @@ cudaError_t allocate(void** address, size_t bytes) {
   *address = nullptr;
   if (bytes == 0) return cudaSuccess;
   if (posix_memalign(address, 256, bytes) != 0) return cudaErrorMemoryAllocation;
-  std::memset(*address, 0xff, bytes);  // NaN, so that nobody relies on zeros
+  std::memset(*address, 0xff, bytes);  // NaN, so that no kernel relies on zeros
   std::lock_guard<std::mutex> guard(allocations_lock);
   allocations()[reinterpret_cast<uintptr_t>(*address)] = bytes;
   return cudaSuccess;

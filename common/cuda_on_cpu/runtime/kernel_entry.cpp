@@ -1,4 +1,4 @@
-// What kernels call in the runtime that is neither a warp's, a copy's nor a tensor core's business.
+// What kernels call in the runtime, except for warps, copies and tensor cores.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>

@@ -44,7 +44,7 @@ int cores() {
   return int(std::thread::hardware_concurrency());
 }
 
-/// The dynamic shared memory that this kernel may ask for, or -1 if nobody has asked for more than
+/// The dynamic shared memory that this kernel may ask for, or -1 if no launcher asked for more than
 /// 48 KiB. A kernel whose address is not known gets what was granted to any kernel.
 long granted_dynamic(const void* entry_point) {
   long most = -1;

@@ -10,7 +10,7 @@ namespace cuda_on_cpu {
 namespace {
 
 /// Threads that wait for a launch to help with. The caller does not wait for helpers to wake up: it
-/// begins at once, and whoever comes too late finds no launch.
+/// begins at once, and one that comes too late finds no launch.
 class Pool {
  public:
   void run(Launch& launch, int helpers) {

@@ -23,7 +23,7 @@ extern "C" void cuda_on_cpu_configure(const char* name, const char* value) {
   if (is("arch")) s.arch = std::atoi(value);
 }
 
-/// Tells the calling thread's next launches of a tensor.
+/// Registers a tensor for the calling thread's next launches.
 extern "C" void cuda_on_cpu_register(const char* name, const void* address, size_t bytes) {
   registered_tensors().add(name, reinterpret_cast<uintptr_t>(address), bytes);
 }

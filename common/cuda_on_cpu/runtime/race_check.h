@@ -1,7 +1,7 @@
 // Who last touched each byte, and whether two accesses are ordered.
 //
 // Within a block, an access comes before another one if the same thread made both, if a
-// __syncthreads lies between, or if a __syncwarp (or a chain of them) joins the two lanes. That is
+// __syncthreads is between them, or if a __syncwarp (or a chain of them) joins the two lanes. That is
 // all that CUDA promises: shuffles and votes exchange registers and order no memory. Between blocks
 // nothing is ordered.
 #pragma once
@@ -43,7 +43,7 @@ struct FreeCells {
 };
 using Cells = std::unique_ptr<Cell[], FreeCells>;
 
-/// Cells without any access. They take 60 bytes a byte, but only where they are touched.
+/// Cells without any access. They take 60 bytes per byte, but only where they are touched.
 Cells make_cells(size_t count);
 
 struct Conflict {
@@ -56,7 +56,7 @@ struct Conflict {
 
 /// Records an access to `bytes` bytes whose cells begin at `cells`, and returns the first conflict.
 /// Stamps of blocks before `first_block` count as no access. `must_be_written`: reading a byte that
-/// nobody wrote is a conflict (shared memory).
+/// was never written is a conflict (shared memory).
 Conflict record_access(Cell* cells, size_t bytes, Access access, const Fiber& thread,
                        const void* pc, uint32_t first_block, bool must_be_written,
                        bool blocks_are_ordered);

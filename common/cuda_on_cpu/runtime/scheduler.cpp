@@ -1,4 +1,4 @@
-// Running a block: which fiber goes next, barriers, and what to say when nobody can go on.
+// Running a block: which fiber goes next, barriers, and what to report when none can go on.
 #include <algorithm>
 #include <cstring>
 
@@ -208,7 +208,7 @@ void Worker::thread_returned() {
   --alive_;
   Warp& warp = warps_[me.warp];
   warp.alive &= ~(1u << me.lane);
-  // Lanes that have returned are no longer waited for; somebody may be able to go on now.
+  // Lanes that have returned are no longer waited for; another one may be able to go on now.
   for (unsigned waiting = warp.waiting; waiting != 0; waiting &= warp.waiting) {
     unsigned lane = unsigned(__builtin_ctz(waiting));
     if (!try_complete(me.warp, *fibers_[me.warp * 32 + lane])) waiting &= waiting - 1;
@@ -284,7 +284,7 @@ void Worker::fail(const std::string& what, const char* file, int line) {
   fail(cudaErrorLaunchFailure, what, format("%s:%d", file, line));
 }
 
-/// Nobody can go on. Says who waits where, in groups of neighbouring threads.
+/// No thread can go on. Reports which ones wait where, in groups of neighbouring threads.
 void Worker::report_deadlock() {
   std::string text = "deadlock: no thread of the block can go on";
   constexpr int kMaxGroups = 8;

@@ -1,4 +1,4 @@
-// How kernels run: what Python can configure, and the limits of the GPU that is imitated.
+// How kernels run: what Python can configure, and the limits of the emulated GPU.
 #pragma once
 
 #include <cstddef>

@@ -7,7 +7,7 @@
 namespace cuda_on_cpu {
 namespace {
 
-constexpr int kDynamicSite = -1;  // dynamic shared memory is no declaration that counts
+constexpr int kDynamicSite = -1;  // dynamic shared memory has no declaration of its own
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// The call-backs that gcc and clang insert with -fsanitize=thread, answered here instead of by the
+// The call-backs that gcc and clang insert with -fsanitize=thread, implemented here instead of by the
 // sanitizer's library. Only the check builds of kernels call them.
 //
 // Each passes its return address, which is the place of the access in the kernel. Names that only

@@ -1,4 +1,4 @@
-// Warp collectives: the lanes named in a mask meet, the last one computes everybody's result.
+// Warp collectives: the lanes named in a mask meet, and the last one computes the results of all.
 #include <algorithm>
 
 #include "worker.h"
@@ -97,7 +97,7 @@ struct Shuffle {
   unsigned source;
 };
 
-/// A lane that is not there gives all ones (NaN), so that nobody relies on what it might have been.
+/// A lane that is absent contributes all ones (NaN), so that no kernel relies on its value.
 void shuffle_lanes(void* const* arguments, unsigned lanes) {
   for (; lanes != 0; lanes &= lanes - 1) {
     auto& to = *static_cast<Shuffle*>(arguments[__builtin_ctz(lanes)]);

@@ -1,6 +1,6 @@
 // nvcuda::wmma: fragments in and out of memory, and their products.
 //
-// A matrix is cut, row by row, into runs of 32 elements, one for each lane. Run i is x[i] of the lanes, turned by
+// A matrix is cut, row by row, into runs of 32 elements, one per lane. Run i is x[i] of the lanes, turned by
 // i * turn lanes: no lane holds a row or a column, and fragments of different kinds disagree.
 #include <algorithm>
 #include <cstring>
@@ -165,7 +165,8 @@ void wmma_multiply(const WmmaShapes& shapes, void* d, const void* a, const void*
       const float* elements = static_cast<const float*>(x);
       const int count = shapes.a.rows * shapes.a.columns / 32;
       if (std::any_of(elements, elements + count, is_not_tf32)) {
-        this_worker->fail(format("mma_sync: an element of %s is no tf32 number; convert it with wmma::__float_to_tf32",
+        this_worker->fail(format("mma_sync: an element of %s is not a tf32 number; "
+                                 "convert it with wmma::__float_to_tf32",
                                  x == a ? "a" : "b"),
                           file, line);
       }

@@ -73,7 +73,7 @@ extern "C" cudaError_t run_shared_kinds(float* out, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// What nobody wrote is NaN.
+// What was never written is NaN.
 __global__ void unwritten(float* out) {
   __shared__ float x[4];
   extern __shared__ float y[];

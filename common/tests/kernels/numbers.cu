@@ -123,7 +123,7 @@ extern "C" cudaError_t run_names(int bf16, float* out, cudaStream_t stream) {
 
 template <class T>
 __global__ void mma_16(const T* a, const T* b, const float* c, float* d, int b_by_columns) {
-  __shared__ T A[16][24], B[16][24];  // 24: rows stay 16-byte aligned
+  __shared__ T A[16][24], B[16][24];  // 24: rows are 16-byte aligned
   int lane = threadIdx.x;
   for (int i = lane; i < 256; i += 32) A[i / 16][i % 16] = a[i];
   for (int i = lane; i < 128; i += 32) {

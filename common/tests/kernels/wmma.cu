@@ -18,7 +18,7 @@ __device__ T rounded(float x) { return from_float<T>(x); }
 template <>
 __device__ float rounded<float>(float x) { return wmma::__float_to_tf32(x); }
 
-// d (m x n) = factor * (a (m x k) b (k x n) + c). Everything lies in shared memory in rows or columns of LDM elements.
+// d (m x n) = factor * (a (m x k) b (k x n) + c). All are in shared memory, in rows or columns of LDM elements.
 constexpr int LDM = 48;
 
 template <int m, int n, int k, class T, class C, class LayoutA, class LayoutB>
@@ -61,7 +61,7 @@ static void launch(const float* a, const float* b, const float* c, float* d, flo
   if ((columns & 3) == 3) run(product<m, n, k, T, C, col_major, col_major>);
 }
 
-// columns: bits 0, 1 and 2 say that a, b and c lie by columns.
+// columns: bits 0, 1 and 2 say that a, b and c are stored by columns.
 extern "C" cudaError_t run_product(int dtype, int m, int sum_in_half, const float* a, const float* b, const float* c,
                                    float* d, float factor, int columns, cudaStream_t stream) {
   const auto run = [&](auto m16, auto m32, auto m8) {

@@ -50,7 +50,7 @@ struct Binary16 {  // 1 sign, 5 exponent, 10 mantissa bits
     uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
     if (magnitude > 0x7f800000) return 0x7fff;
     if (magnitude == 0x7f800000) return uint16_t(sign | 0x7c00);
-    if (magnitude >= 0x47800000) return uint16_t(sign | 0x7bff);  // stays the largest finite number
+    if (magnitude >= 0x47800000) return uint16_t(sign | 0x7bff);  // remains the largest finite number
     if (magnitude < 0x38800000) return uint16_t(sign | uint32_t(float_of(magnitude) * 0x1p24f));
     return uint16_t(sign | (magnitude - (112u << 23)) >> 13);
   }

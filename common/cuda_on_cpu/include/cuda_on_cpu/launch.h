@@ -13,7 +13,7 @@ static constexpr int warpSize = 32;
 namespace cuda_on_cpu {
 
 /// Picks the kernel's address, if its name alone says which kernel it is. `Tag` only makes the call
-/// depend on a template parameter, so that a name which needs its arguments is no error.
+/// depend on a template parameter, so that a name which needs its arguments is not an error.
 template <class Tag, class... Parameters>
 inline const void* entry_point(Tag, void (*kernel)(Parameters...)) {
   return reinterpret_cast<const void*>(kernel);

@@ -1,6 +1,6 @@
 // What a compiled kernel calls in the runtime library, and nothing else: the runtime is built once
-// from runtime/*.cpp, kernels are built from the student's file, and this header is where they
-// meet.
+// from runtime/*.cpp, kernels are built from the student's file, and this header connects
+// them.
 #pragma once
 
 #include "types.h"

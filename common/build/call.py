@@ -1,0 +1,225 @@
+"""From keywords to a call of C: tensors and numbers become what ctypes passes, and what does not fit is refused.
+
+A launch costs the host a few microseconds, most of them for reading its tensors. So a View is used again: for a tensor
+that is laid out as the one before, only its address is new. And the function that fills in a launcher's arguments is
+compiled from source made for that launcher, because loops over whatever a launcher may take cost another microsecond.
+
+ctypes reads the arguments after it has released the interpreter's lock, so no two calls may share a View: each takes a
+set that is free, or makes one.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from common.build.signature import INT_MAX, INT_MIN, POINTER, WANTED, View, layout
+
+Arguments = dict[str, Any]  # by the names that they have in the .cu
+
+
+def caller(
+    name: str, types: dict[str, type], device: Any, run: Callable[..., Any]
+) -> Callable[[Arguments], Any]:
+    """A function that takes the arguments by name and returns what ``run`` returns of them.
+
+    Args:
+        name: of the C function, for messages.
+        types: of its parameters.
+        device: where all tensors must be.
+        run: takes the values in the order of ``types``, as ctypes does.
+
+    What is returned raises:
+        TypeError: an argument is missing, not known, or not of its type.
+        ValueError: a tensor on another device or too large for a View, or an int that needs more than 32 bits.
+    """
+    views = list(types.values()).count(View)
+    free: list[list[_Slot]] = []
+
+    def take() -> list[_Slot]:
+        try:
+            return free.pop()
+        except IndexError:
+            return [_Slot(device) for _ in range(views)]
+
+    def address_of(tensor: Any) -> int:
+        if tensor.device != device:
+            raise ValueError
+        return tensor.data_ptr()
+
+    scope = {
+        "take": take,
+        "give_back": free.append,
+        "address_of": address_of,
+        "run": run,
+        "misfits": (KeyError, AttributeError, TypeError, ValueError, ctypes.ArgumentError),
+        "misfit": lambda arguments: _misfit(name, types, device, arguments),
+    }
+    exec(compile(_source(types), f"<call of {name}>", "exec"), scope)
+    return scope["call"]
+
+
+class _Slot:
+    """A View for one parameter, and how the tensor that filled it last is laid out."""
+
+    __slots__ = ("view", "address", "laid_out", "_device")
+
+    def __init__(self, device: Any) -> None:
+        self.view = View()
+        self.address = ctypes.c_void_p.from_buffer(self.view)  # its first field, data
+        self.laid_out: tuple[Any, ...] | None = None  # shape, strides, device
+        self._device = device
+
+    def lay_out(self, shape: tuple[int, ...], strides: tuple[int, ...], device: Any) -> None:
+        if device != self._device:
+            raise ValueError
+        ctypes.memmove(ctypes.addressof(self.view), layout(shape, strides), ctypes.sizeof(View))
+        self.laid_out = shape, strides, device
+
+
+def _source(types: dict[str, type]) -> str:
+    """The source of what ``caller`` returns: a{i} is argument i, s{i} its slot if it is a View."""
+    views = "".join(f"s{i}, " for i, wanted in enumerate(types.values()) if wanted is View)
+    values = (f"s{i}.view" if t is View else f"a{i}" for i, t in enumerate(types.values()))
+    return f"""
+def call(arguments):
+    try:
+        if len(arguments) != {len(types)}: raise TypeError
+        {_lines(f"a{i} = arguments[{name!r}]" for i, name in enumerate(types))}
+        slots = take()
+        [{views}] = slots
+        {_lines(_fill(i, wanted) for i, wanted in enumerate(types.values()))}
+        result = run({", ".join(values)})
+    except misfits as error:
+        raise (misfit(arguments) or error) from None
+    give_back(slots)
+    return result
+"""
+
+
+def _fill(i: int, wanted: type) -> str:
+    if wanted is View:
+        return f"""
+        laid_out = a{i}.shape, a{i}.stride(), a{i}.device
+        if laid_out != s{i}.laid_out: s{i}.lay_out(*laid_out)
+        s{i}.address.value = a{i}.data_ptr()"""
+    if wanted is POINTER:
+        return f"if a{i} is not None: a{i} = address_of(a{i})"
+    if wanted is ctypes.c_int:  # ctypes would cut it off
+        return f"if not {INT_MIN} <= a{i} <= {INT_MAX}: raise ValueError"
+    return ""
+
+
+def _lines(lines: Iterable[str], indent: int = 8) -> str:
+    return ("\n" + indent * " ").join(line.strip() for line in lines if line)
+
+
+def _misfit(
+    name: str, types: dict[str, type], device: Any, arguments: Arguments
+) -> Exception | None:
+    """The error that says what is wrong with the arguments; None if nothing is."""
+    missing = [n for n in types if n not in arguments]
+    unknown = [n for n in arguments if n not in types]
+    if missing or unknown:
+        problems = [f"missing {', '.join(missing)}"] * bool(missing)
+        problems += [f"not known {', '.join(unknown)}"] * bool(unknown)
+        return TypeError(f"{name}: {'; '.join(problems)}. It takes {', '.join(types)}")
+    for keyword, wanted in types.items():
+        value = arguments[keyword]
+        fits = {
+            POINTER: value is None or hasattr(value, "data_ptr"),
+            View: hasattr(value, "data_ptr"),
+            ctypes.c_int: isinstance(value, int),
+            ctypes.c_int64: isinstance(value, int),
+            ctypes.c_float: isinstance(value, (int, float)),
+        }
+        if not fits[wanted]:
+            got = f"{type(value).__name__} {value!r}"
+            return TypeError(f"{name}: {keyword} must be {WANTED[wanted]}; got {got}")
+        if wanted is ctypes.c_int and not INT_MIN <= value <= INT_MAX:
+            return ValueError(f"{name}: {keyword} must fit 32 bits; got {value}")
+    tensors = {n: value for n, value in arguments.items() if hasattr(value, "device")}
+    if any(tensor.device != device for tensor in tensors.values()):
+        devices = ", ".join(f"{n} on {tensor.device}" for n, tensor in tensors.items())
+        return ValueError(f"{name}: all tensors must be on one device; got {devices}")
+    for keyword, wanted in types.items():
+        if wanted is View:
+            try:
+                View.of(arguments[keyword])
+            except ValueError as error:
+                return ValueError(f"{name}: {keyword} {error}")
+    return None
+
+
+# ---- with everything but the addresses filled in beforehand
+
+
+class Gpu(NamedTuple):
+    """A GPU, and what torch knows of it."""
+
+    index: int
+    current: Callable[[], int]  # the index of the current one
+    current_stream: Callable[[int], int]  # of one
+    made_current: Callable[[int], Any]  # a context
+
+
+def converted(types: Iterable[type], values: Sequence[Any]) -> list[Any]:
+    """The values as ctypes objects that hold copies.
+
+    Raises:
+        TypeError: one is not of its type.
+    """
+    return [
+        View.from_buffer_copy(value) if wanted is View else wanted(value)
+        for wanted, value in zip(types, values, strict=True)
+    ]
+
+
+def prepared(
+    function: Any, values: Sequence[Any], gpu: Gpu, failed: Callable[[int], None]
+) -> Callable[..., None]:
+    """A function of tensors that calls a launcher with these values, but with the addresses of the tensors.
+
+    Args:
+        function: of ctypes. Its types are dropped: given ctypes objects it converts nothing.
+        values: ctypes objects, of which the Views and pointers get the addresses, in order.
+        gpu: where the tensors are; its current stream is added.
+        failed: gets the status if it is not 0.
+    """
+    function.argtypes = None
+    free: list[tuple[Any, ...]] = []
+
+    def make() -> tuple[Any, ...]:
+        arguments = [type(value).from_buffer_copy(value) for value in values]
+        # Of a View its first field, data.
+        addresses = (
+            ctypes.c_void_p.from_buffer(a) for a in arguments if type(a) in (View, POINTER)
+        )
+        stream = ctypes.c_void_p()
+        return [*arguments, stream], stream, *addresses
+
+    tensors = [type(value) for value in values if type(value) in (View, POINTER)]
+    scope = {"free": free, "make": make, "function": function, "failed": failed, **gpu._asdict()}
+    exec(compile(_prepared_source(tensors), "<prepared call>", "exec"), scope)
+    return scope["call"]
+
+
+def _prepared_source(types: Sequence[type]) -> str:
+    """The source of what ``prepared`` returns: t{i} is tensor i, a{i} where its address goes."""
+    tensors, addresses = (", ".join(f"{x}{i}" for i in range(len(types))) for x in "ta")
+    address = {View: "t{0}.data_ptr()", POINTER: "None if t{0} is None else t{0}.data_ptr()"}
+    return f"""
+def call({tensors}):
+    if current() != index:
+        with made_current(index):
+            return call({tensors})
+    try:
+        mine = free.pop()
+    except IndexError:
+        mine = make()
+    arguments, stream, {addresses} = mine
+    {_lines((f"a{i}.value = {address[wanted].format(i)}" for i, wanted in enumerate(types)), 4)}
+    stream.value = current_stream(index)
+    status = function(*arguments)
+    free.append(mine)
+    if status: failed(status)
+"""
