@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _grade(options)
     except (FormError, MarkerError) as error:
-        print(f"{error}. Nothing was written; put it right and run again.", file=sys.stderr)
+        print(f"{error}. Nothing was written; correct it and run again.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted; the records and Results.md are as they were", file=sys.stderr)
@@ -89,7 +89,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _grade(options: argparse.Namespace) -> int:
     render(_read_results(), _read_records(), ROOT)  # errors in them before minutes of work
     where = torch.cuda.get_device_name() if options.device == "cuda" else "the CPU, without a GPU"
-    # Where the output is not a terminal's, the table need not fold at 80 columns.
+    # Without a terminal the table need not be folded at 80 columns.
     width = None if sys.stdout.isatty() else 160
     console = Console(highlight=False, markup=False, emoji=False, width=width)
     show = partial(console.print, soft_wrap=True)

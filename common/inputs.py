@@ -124,7 +124,7 @@ def check_attention(
 def _sizes_if_all_fits(
     q: Tensor, k: Tensor, v: Tensor, dtypes: Sequence[torch.dtype], max_head_dim: int
 ) -> tuple[int, int, int, int, int, int] | None:
-    """What check_attention returns where nothing is wrong, in a third of the time that naming what is wrong takes."""
+    """check_attention's result if nothing is wrong: a third of the time of the checks that name the error."""
     try:
         batch, q_len, heads, head_dim = q.shape
         k_batch, kv_len, kv_heads, k_head_dim = k_shape = k.shape
@@ -159,7 +159,7 @@ def check_cache(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
             and device.type in ("cpu", "cuda")
             and k_cache.stride()[2] == 1 and v_cache.stride()[2] == 1 and k.stride()[2] == 1 and v.stride()[2] == 1
         ):  # fmt: skip
-            return  # in a third of the time that naming what is wrong takes
+            return  # a third of the time of the checks below, which name the error
     except (AttributeError, TypeError, ValueError):  # not tensors, or of another rank
         pass
     expect("k_cache", k_cache, shape=("batch", "max_seq_len", "hidden"), dtype=KERNEL_DTYPES)

@@ -1,7 +1,7 @@
 """Text between markers, written by a program into a file that people write.
 
 <!-- grade: stages -->
-only what stands here is ever replaced
+only these lines are replaced
 <!-- end: stages -->
 """
 
@@ -20,8 +20,8 @@ def replace(text: str, word: str, sections: Mapping[str, Sequence[str]], *, file
 
     Args:
         text: of a file; its line ends are kept.
-        word: with which this program's markers begin.
-        sections: the new lines by NAME; each has to be there, once, and no other.
+        word: that this program's markers begin with.
+        sections: the new lines by NAME; the text must have each of these sections once, and no other.
         file: its name, for the error.
 
     Raises:
@@ -45,13 +45,13 @@ def replace(text: str, word: str, sections: Mapping[str, Sequence[str]], *, file
             if inside is not None:
                 raise wrong(f"comes before the end of {inside}")
             if name in seen:
-                raise wrong("is there twice")
+                raise wrong("occurs twice")
             pieces += [text[at : found.end()], newline, newline.join(sections[name]), newline]
             seen.append(name)
             inside = name
         else:
             if inside != name:
-                raise wrong("ends what was not begun")
+                raise wrong("ends a section that was not begun")
             at, inside = found.start(), None
     if inside is not None:
         raise MarkerError(f"{file}: <!-- end: {inside} --> is missing")

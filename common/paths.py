@@ -1,4 +1,4 @@
-"""Where this checkout lies."""
+"""The root of this checkout."""
 
 from pathlib import Path
 

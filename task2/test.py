@@ -101,7 +101,7 @@ def _matrices(case, rng, *shapes):
 
 
 def _matrix(case, rng, m, n):
-    """``(batch, m, n)``, lying in memory as the case's layout says."""
+    """``(batch, m, n)`` in the case's layout."""
     match case.values.get("layout"):
         case "padded":
             return rng.randn(case.batch, m, n + 5)[:, :, :n]

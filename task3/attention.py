@@ -57,7 +57,7 @@ def flash_attention(
     O = q.new_empty(batch, q_len, num_heads, head_dim)
     wide = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     scale = head_dim**-0.5
-    offset = kv_len - q_len  # row i lies on the diagonal at column i + offset
+    offset = kv_len - q_len  # row i crosses the diagonal at column i + offset
 
     for i in range(0, q_len, B_r):  # line 3
         rows = torch.arange(i, min(i + B_r, q_len), device=q.device)

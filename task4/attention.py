@@ -13,7 +13,7 @@ from common.layer import AttentionLayer
 _kernels = Kernels(__file__, "attention_kernel.cu")
 
 # (B_r, B_c) by the head_dim that the kernel is compiled for, the fastest first; `python -m task4.test` times them all.
-# The first that fits in the GPU's shared memory runs. 32 x 32 fits everywhere, and wastes least on few queries.
+# The first that fits in the GPU's shared memory runs. 32 x 32 fits everywhere, and suits few queries.
 TILES = {64: ((128, 64), (32, 32)), 128: ((128, 64), (32, 32))}
 
 

@@ -18,8 +18,8 @@ from common.inputs import (
 from common.layer import AttentionLayer
 from task4.prefill import fast_attention
 
-BLOCKS_PER_MULTIPROCESSOR = 4  # of the decode kernel that fit beside each other, by its registers
-MIN_KEYS_PER_SPLIT = 128  # below this the merging costs more than the waiting
+BLOCKS_PER_SM = 4  # of the decode kernel that an SM holds at once, by its registers
+MIN_KEYS_PER_SPLIT = 128  # with fewer, merging the splits costs more than it gains
 
 _kernels = Kernels(__file__, "attention_kernel.cu")
 
@@ -33,7 +33,7 @@ def update_kv_cache(
         k_cache, v_cache: ``(batch, max_seq_len, hidden)``.
         k, v: ``(batch, n, hidden)``, the caches' dtype and device.
         current_pos: where the first of the n rows goes: one int for all sequences, or int32 ``(batch,)`` on the
-            device, one a sequence. Positions on the device cannot be checked before the launch: rows outside the
+            device, one per sequence. Positions on the device cannot be checked before the launch: rows outside the
             cache are not written.
 
     Raises:
@@ -54,7 +54,7 @@ def update_kv_cache(
 
 
 def check_position(current_pos: int, n: int, max_seq_len: int) -> None:
-    """ValueError unless rows ``current_pos ... current_pos + n`` lie inside a cache of ``max_seq_len``."""
+    """ValueError unless rows ``current_pos ... current_pos + n`` are inside a cache of ``max_seq_len``."""
     if current_pos < 0 or current_pos + n > max_seq_len:
         raise ValueError(
             f"{n} new positions from current_pos {current_pos} do not fit a cache of {max_seq_len}; "
@@ -62,13 +62,13 @@ def check_position(current_pos: int, n: int, max_seq_len: int) -> None:
         )
 
 
-def choose_num_splits(blocks: int, kv_len: int, multiprocessors: int) -> int:
+def choose_num_splits(blocks: int, kv_len: int, sms: int) -> int:
     """How many blocks share the keys of one (sequence, head): 1 where ``blocks`` = batch * heads fill the GPU.
 
-    The fewest splits whose last wave of blocks is within 85 % as full as the best choice's, with at least
-    ``MIN_KEYS_PER_SPLIT`` keys in each. (The rule of FlashDecoding in the FlashAttention library.)
+    The smallest number of splits that fills the waves of blocks at least 85 % as well as the best one, with at least
+    ``MIN_KEYS_PER_SPLIT`` keys per split. (The rule of FlashDecoding in the FlashAttention library.)
     """
-    slots = multiprocessors * BLOCKS_PER_MULTIPROCESSOR
+    slots = sms * BLOCKS_PER_SM
     # BEGIN SOLUTION, until then: return 1
     return _fewest_splits(blocks, slots, limit=max(1, min(kv_len // MIN_KEYS_PER_SPLIT, slots)))
     # END SOLUTION
@@ -93,7 +93,7 @@ def flash_attention_decode(
     leftpad_k: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
-    """One query a sequence against a cache of keys and values, which is read in place.
+    """One query per sequence against a cache of keys and values, which is read in place.
 
     Args:
         q: ``(batch, 1, heads, head_dim)``, float32, float16 or bfloat16, head_dim at most 128.
@@ -112,7 +112,7 @@ def flash_attention_decode(
     batch, heads, kv_heads, q_len, kv_len, head_dim = check_attention(q, k, v)
     if q_len != 1:
         raise ValueError(
-            f"decoding takes one query a sequence: q must be (batch, 1, ...); got q_len {q_len}"
+            f"decoding takes one query per sequence: q must be (batch, 1, ...); got q_len {q_len}"
         )
     check_lengths("seqlens_k", seqlens_k, q)
     check_lengths("leftpad_k", leftpad_k, q)
@@ -124,7 +124,7 @@ def flash_attention_decode(
     if not (batch and heads):
         return out
     if num_splits is None:
-        num_splits = choose_num_splits(batch * heads, kv_len, multiprocessors(q.device))
+        num_splits = choose_num_splits(batch * heads, kv_len, sm_count(q.device))
     partial_out = partial_lse = None
     if num_splits > 1:
         parts = dict(dtype=torch.float32, device=q.device)
@@ -139,8 +139,8 @@ def flash_attention_decode(
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """How many a GPU has; 1 for the CPU, where splitting gains nothing."""
+def sm_count(device: torch.device) -> int:
+    """How many SMs a GPU has; 1 for the CPU, where splitting gains nothing."""
     if device.type == "cpu":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -159,7 +159,7 @@ RULE = [
 
 @suite.check("splits", RULE, kernels=False, optional=True)
 def splits_follow_the_rule(case, device, rng):
-    chosen = attention.choose_num_splits(case.blocks, case.kv_len, multiprocessors=132)
+    chosen = attention.choose_num_splits(case.blocks, case.kv_len, sms=132)
     if chosen != case.splits:
         raise CheckFailed(
             f"the rule gives {case.splits} splits on 132 SMs; got {chosen}",
@@ -303,9 +303,7 @@ def decode_speed(device, record):
             torch.randn(batch, n, HEADS, d, device=device).to(dtype) for n in (1, kv_len, kv_len)
         )
         times = _time_decode(q, k, v)
-        splits = attention.choose_num_splits(
-            batch * HEADS, kv_len, attention.multiprocessors(device)
-        )
+        splits = attention.choose_num_splits(batch * HEADS, kv_len, attention.sm_count(device))
         record.add(
             Benchmark(
                 name,

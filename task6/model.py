@@ -101,7 +101,7 @@ class customModel(nn.Module):
         vocab_size: size of the vocabulary.
         max_seq_len: positions of a sequence, prompt and generated tokens together.
         device, dtype: of the weights; PyTorch's defaults if None, so that ``with torch.device("cuda"):
-            customModel(...)`` works too. The weights are made there and never pass through the host's memory.
+            customModel(...)`` works too. The weights are made there and are never in the host's memory.
 
     The weights are random, from PyTorch's generator: ``torch.manual_seed`` repeats them.
 

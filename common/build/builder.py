@@ -178,14 +178,16 @@ def _plan_cpu(source: Path, check: bool) -> Target:
 
     compiler = toolchain.cpp_compiler()
     runtime = cpu_runtime()
-    flags = _for_kind(cuda_on_cpu.CHECK_FLAGS if check else cuda_on_cpu.FAST_FLAGS, compiler.kind)
+    flags = _for_family(
+        cuda_on_cpu.CHECK_FLAGS if check else cuda_on_cpu.FAST_FLAGS, compiler.family
+    )
     files = closure(source, (INCLUDE,))
     layer = display(Path(cuda_on_cpu.INCLUDE))
     # Headers are rewritten like the source, so the compiler gets copies; messages still name the originals.
     includes = [f"-I{TREE}/{_mirror(folder)}" for folder in (source.parent, INCLUDE)]
     commands = (
         (
-            compiler.path, *CPP_FLAGS, *flags, *_own_symbols(compiler.kind), *includes, f"-I{layer}",
+            compiler.path, *CPP_FLAGS, *flags, *_own_symbols(compiler.family), *includes, f"-I{layer}",
             "-c", f"{TREE}/{_mirror(source)}.cpp", "-o", OBJECT,
         ),
         # Linked separately: with -fsanitize=thread the compiler would link the sanitizer's own library.
@@ -204,7 +206,7 @@ def cpu_runtime() -> Target:
 
     compiler = toolchain.cpp_compiler()
     sources = tuple(map(Path, cuda_on_cpu.RUNTIME_SOURCES))
-    flags = _for_kind(cuda_on_cpu.RUNTIME_FLAGS, compiler.kind)
+    flags = _for_family(cuda_on_cpu.RUNTIME_FLAGS, compiler.family)
     # All sources as one: their common headers are read once, which takes a third of the time.
     includes = [word for source in sources for word in ("-include", display(source))]
     command = (
@@ -270,13 +272,13 @@ def _link_flags() -> tuple[str, ...]:
     return ("-Wl,-rpath,$ORIGIN", "-Wl,-Bsymbolic")
 
 
-def _own_symbols(kind: str) -> tuple[str, ...]:
+def _own_symbols(family: str) -> tuple[str, ...]:
     """Without it g++ makes the statics of templates unique in the process, even between two builds of one kernel."""
-    return ("-fno-gnu-unique",) if kind == "gcc" and sys.platform != "darwin" else ()
+    return ("-fno-gnu-unique",) if family == "gcc" and sys.platform != "darwin" else ()
 
 
-def _for_kind(flags: Sequence[str] | dict[str, Sequence[str]], kind: str) -> Sequence[str]:
-    return flags[kind] if isinstance(flags, dict) else flags
+def _for_family(flags: Sequence[str] | dict[str, Sequence[str]], family: str) -> Sequence[str]:
+    return flags[family] if isinstance(flags, dict) else flags
 
 
 def _digest(files: Iterable[Path], words: Iterable[str]) -> str:

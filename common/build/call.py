@@ -1,11 +1,11 @@
 """From keywords to a call of C: tensors and numbers become what ctypes passes, and what does not fit is refused.
 
-A launch costs the host a few microseconds, most of them for reading its tensors. So a View is used again: for a tensor
-that is laid out as the one before, only its address is new. And the function that fills in a launcher's arguments is
+A launch costs the host a few microseconds, most of them for reading its tensors. So a View is reused: for a tensor with
+the layout of the one before, only the address is new. And the function that fills in a launcher's arguments is
 compiled from source made for that launcher, because loops over whatever a launcher may take cost another microsecond.
 
-ctypes reads the arguments after it has released the interpreter's lock, so no two calls may share a View: each takes a
-set that is free, or makes one.
+ctypes reads the arguments after it has released the interpreter's lock, so no two calls may share a View: each takes
+a set that is free, or creates one.
 """
 
 import ctypes
@@ -154,12 +154,12 @@ def _misfit(
 
 
 class Gpu(NamedTuple):
-    """A GPU, and what torch knows of it."""
+    """A GPU, and torch's functions for it."""
 
     index: int
-    current: Callable[[], int]  # the index of the current one
-    current_stream: Callable[[int], int]  # of one
-    made_current: Callable[[int], Any]  # a context
+    current: Callable[[], int]  # the index of the current GPU
+    current_stream: Callable[[int], int]  # the handle of a GPU's current stream
+    made_current: Callable[[int], Any]  # a context in which a GPU is the current one
 
 
 def converted(types: Iterable[type], values: Sequence[Any]) -> list[Any]:

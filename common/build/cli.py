@@ -73,7 +73,7 @@ def _main(sources: Sequence[Path], program: str, *, skip: bool = False) -> int:
 
 
 def _architectures(asked: Sequence[str] | None, device: str) -> Sequence[str | None]:
-    """The architectures to build for: those asked for, else this machine's GPU; None for the CPU or without a GPU."""
+    """The architectures to build for: those requested, else this machine's GPU; None for the CPU or without a GPU."""
     gpu = toolchain.find_gpu() if device == "cuda" else None
     return asked or (gpu.arch if gpu else None,)
 

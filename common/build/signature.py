@@ -1,7 +1,7 @@
 """What the functions that a .cu exports take and return, read from the file itself.
 
-ctypes converts as it is told, so one wrong type is silent memory corruption in C. The types therefore stand in one
-place, the function itself: ``extern "C" cudaError_t name(View x, int n, cudaStream_t stream) {``.
+ctypes converts to the types that it is given, and a wrong one silently corrupts memory in C. The types are therefore
+written in one place, the function itself: ``extern "C" cudaError_t name(View x, int n, cudaStream_t stream) {``.
 """
 
 import ctypes

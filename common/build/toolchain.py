@@ -34,11 +34,11 @@ class CppCompiler:
     """g++ or clang++."""
 
     path: str
-    kind: str  # "gcc" or "clang"
+    family: str  # "gcc" or "clang"
     version: str  # "12.2.0"
 
     def __str__(self) -> str:
-        return f"{'clang' if self.kind == 'clang' else 'g'}++ {self.version}"
+        return f"{'clang' if self.family == 'clang' else 'g'}++ {self.version}"
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def _try_cpp(name: str) -> CppCompiler | None:
     if not text:
         return None
     version = re.search(r"\d+\.\d+(\.\d+)?", text.split("\n")[0].rpartition(")")[2] or text)
-    kind = "clang" if "clang" in text.lower() else "gcc"
-    return CppCompiler(path, kind, version[0] if version else "?")
+    family = "clang" if "clang" in text.lower() else "gcc"
+    return CppCompiler(path, family, version[0] if version else "?")
 
 
 # ---- the CUDA compiler

@@ -10,13 +10,13 @@ from torch.nn.functional import pad
 from common.check.case import Case
 from common.check.rng import Rng
 
-BEHIND = 100  # keys of a cache behind those that count
+BEHIND = 100  # rows of a cache after those that are read
 _OF_EVERY_CASE = ("name", "why", "small", "devices")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AttentionCase(Case):
-    """One input of an attention check. A suite that has more to say adds fields in a subclass.
+    """One input of an attention check. A suite that needs more adds fields in a subclass.
 
     Args:
         name, why, small, devices: see :class:`Case`.
@@ -28,7 +28,7 @@ class AttentionCase(Case):
         causal: query i sees the keys ``j <= i + kv_len - q_len``.
         seqlens: how many keys each sequence has; None: all of them.
         leftpad: how many keys of each sequence are padding at its start; None: none.
-        layout: how q, k and v lie in memory, see :func:`lay_out`.
+        layout: of q, k and v in memory, see :func:`lay_out`.
         magnitude: factor of q and of k; the scores grow with its square.
         huge_key: a key that is 100 times as large as the others.
     """
@@ -54,7 +54,7 @@ class AttentionCase(Case):
     def __post_init__(self) -> None:
         own = {f.name: f.default for f in fields(self) if f.name not in _OF_EVERY_CASE}
         given = {name: getattr(self, name) for name in own}
-        # What a failure shows of the case: all that is not as usual.
+        # What a failure shows of the case: the fields that differ from their defaults.
         values = {name: value for name, value in given.items() if value != own[name]}
         kv_len = self.q_len if self.kv_len is None else self.kv_len
         kv_heads = self.heads if self.kv_heads is None else self.kv_heads
@@ -88,13 +88,13 @@ class AttentionCase(Case):
 
 
 def lay_out(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same numbers in another place: ``(batch, length, heads, head_dim)`` each.
+    """The same numbers in another layout: ``(batch, length, heads, head_dim)`` each.
 
     contiguous    as they are
-    fused         slices of one tensor, as one projection gives them: rows of q, k and v lie 3 hidden_dim apart
+    fused         slices of one tensor, as one projection gives them: rows of q, k and v are 3 hidden_dim apart
     heads first   ``(batch, heads, length, head_dim)`` in memory, as Hugging Face has it
     odd           rows that start at odd addresses
-    cache         k and v are the first rows of longer buffers, with NaN behind
+    cache         k and v are the first rows of longer buffers, followed by NaN
     expanded      the first head of k and of v stands for all: a stride of 0
     far           rows 2^24 elements apart and sequences 2^31; q, k and v side by side, with as many heads and rows
     """

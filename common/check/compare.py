@@ -1,8 +1,8 @@
 """Is a result right?
 
-The truth is float64. How far a result may be from it depends on PyTorch: on what the same operation, done by PyTorch
-in the same dtype, loses against that truth, times a small factor. So the budget follows the size and the magnitudes
-of the case, and no tolerance is chosen by hand.
+The truth is float64. The budget for the error is what the same operation, done by PyTorch in the same dtype, loses
+against that truth, times a small factor. So it follows the size and the magnitudes of the case, and no tolerance is
+chosen by hand.
 """
 
 import hashlib

@@ -393,7 +393,7 @@ class _File:
         raise self.error(self.tokens[i].line, "( without )")
 
     def _matching_back(self, i: int, closer: str, opener: str, line: int) -> int:
-        """Index of the bracket that opens the one at token i; other kinds are skipped whole."""
+        """Index of the bracket that opens the one at token i; brackets of other types are skipped whole."""
         depth, other = 0, 0
         for j in range(i, -1, -1):
             text = self.tokens[j].text

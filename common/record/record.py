@@ -37,7 +37,7 @@ class Record:
         stage: whose suite it is.
         device: "cpu" or "cuda".
         seed: of the random inputs.
-        complete: whether all groups were asked for.
+        complete: whether all groups were requested.
         fields: the names of the benchmarks that the suite promises.
         root: the checkout.
 
@@ -45,7 +45,7 @@ class Record:
         groups: of each group of checks ``name``, ``passed``, ``total``, ``seconds``, ``status`` and ``failures``.
         problems: what went wrong in the benchmarks, in a sentence each.
         allowed: the fields that the running benchmark function may add; empty: any.
-        wrong: a benchmark failed, or gave a result that cannot be.
+        wrong: a benchmark failed, or gave an impossible result.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Record:
 
         Raises:
             ValueError: the benchmark function did not promise this name in its ``fields``.
-            ImpossibleRate: the number cannot be.
+            ImpossibleRate: the rate is impossible.
         """
         if self.allowed and benchmark.name not in self.allowed:
             raise ValueError(f"{benchmark.name!r} is not among the fields {tuple(self.allowed)}")

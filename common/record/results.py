@@ -1,4 +1,4 @@
-"""Results.md from the records: only what stands between its markers is ever replaced.
+"""Results.md from the records: only the text between its markers is replaced.
 
 <!-- grade: stages -->
 written by the program

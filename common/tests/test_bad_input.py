@@ -67,9 +67,9 @@ class Row:
         self.name, self.call, self.says, self.error = name, call, says, error
 
 
-def layer(kind, t, hidden=64, heads=4, w_v=None, **biases):
+def layer(layer_class, t, hidden=64, heads=4, w_v=None, **biases):
     w_q, w_k, own_w_v, w_o = (t(hidden, hidden) for _ in range(4))
-    return kind(w_q, w_k, own_w_v if w_v is None else w_v, w_o, hidden, heads, **biases)
+    return layer_class(w_q, w_k, own_w_v if w_v is None else w_v, w_o, hidden, heads, **biases)
 
 
 def caches(t, *shape, dtype=torch.float32):
@@ -101,21 +101,21 @@ LAYERS = {
 }
 
 
-def _layer_rows(task: str, kind: type, cache: tuple) -> list[Row]:
+def _layer_rows(task: str, layer_class: type, cache: tuple) -> list[Row]:
     def run(t: Given, x: Tensor) -> object:
-        return layer(kind, t)(x, *(caches(t, *shape) for shape in cache))
+        return layer(layer_class, t)(x, *(caches(t, *shape) for shape in cache))
 
     return [
-        Row(f"{task}: hidden_dim not divisible by num_heads", lambda t: layer(kind, t, 64, 5),
+        Row(f"{task}: hidden_dim not divisible by num_heads", lambda t: layer(layer_class, t, 64, 5),
             "hidden_dim must be a positive multiple of num_heads", "hidden_dim 64, num_heads 5"),
-        Row(f"{task}: no heads", lambda t: layer(kind, t, 64, 0), "num_heads 0"),
-        Row(f"{task}: weight that is no tensor", lambda t: kind(None, *(t(64, 64) for _ in "kvo"), 64, 4),
+        Row(f"{task}: no heads", lambda t: layer(layer_class, t, 64, 0), "num_heads 0"),
+        Row(f"{task}: weight that is no tensor", lambda t: layer_class(None, *(t(64, 64) for _ in "kvo"), 64, 4),
             "w_q must be (64, 64)", "got NoneType"),
-        Row(f"{task}: weight of another shape", lambda t: layer(kind, t, w_v=t(64, 32)),
+        Row(f"{task}: weight of another shape", lambda t: layer(layer_class, t, w_v=t(64, 32)),
             "w_v must be (64, 64) float32", "got (64, 32) float32"),
-        Row(f"{task}: weight of another dtype", lambda t: layer(kind, t, w_v=t(64, 64, dtype=F16)),
+        Row(f"{task}: weight of another dtype", lambda t: layer(layer_class, t, w_v=t(64, 64, dtype=F16)),
             "w_v must be (64, 64) float32", "got (64, 64) float16"),
-        Row(f"{task}: weight on another device", lambda t: layer(kind, t, w_v=t(64, 64, on=t.elsewhere)),
+        Row(f"{task}: weight on another device", lambda t: layer(layer_class, t, w_v=t(64, 64, on=t.elsewhere)),
             "w_v must be (64, 64) float32 on {device}", "on {elsewhere}"),
         Row(f"{task}: x of rank 2", lambda t: run(t, t(5, 64)), "x must be (batch, seq, 64)", "got (5, 64)"),
         Row(f"{task}: x of another width", lambda t: run(t, t(2, 5, 60)), "(batch, seq, 64)", "got (2, 5, 60)"),
@@ -230,7 +230,7 @@ LADDER = [
     Row("ladder: rows that begin anywhere", lambda t: _odd(t, 9),
         "rung 9 (Q and P in registers)", "loads 16 bytes at once", "which q does not allow", "2 bytes", "1 to 6 can take them"),
 ]  # fmt: skip
-# What a GPU that is no Hopper lacks, which the CPU lacks as well.
+# What GPUs before Hopper lack; the CPU lacks it too.
 if not torch.cuda.is_available():
     LADDER.append(
         Row("ladder: Hopper's rungs elsewhere", lambda t: _rung(t, 12, 1, 5, 2, 64),
@@ -322,7 +322,7 @@ TASK6 = [
 
 
 def course_attention(*args: object, **options: object) -> object:
-    from task7.attention import course_attention  # imports transformers, which takes its time
+    from task7.attention import course_attention  # imports transformers, which takes seconds
 
     return course_attention(torch.nn.Module(), *args, **options)
 
@@ -412,7 +412,7 @@ MACHINE = [
 ]  # fmt: skip
 
 TABLE = [
-    *(row for task, (kind, cache) in LAYERS.items() for row in _layer_rows(task, kind, cache)),
+    *(row for task, (layer_class, cache) in LAYERS.items() for row in _layer_rows(task, layer_class, cache)),
     *_qkv_rows("attention of task 2", task2.custom_attention),
     *_qkv_rows("attention of task 3", task3.flash_attention, limit=False),
     *_qkv_rows("attention of task 4", task4.custom_flash_attention),
@@ -453,7 +453,7 @@ def test_bad_input(row, device, monkeypatch, tmp_path, fresh_toolchain):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_pytorch_out_of_memory_says_what_is_needed_and_free(device):
-    """An allocation that nobody announced, as the script side of a test tells it."""
+    """An allocation without a check of the memory before it, as python -m taskN.test reports it."""
     try:
         torch.empty(1 << 50, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError on a GPU

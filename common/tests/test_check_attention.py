@@ -1,4 +1,4 @@
-"""The case of an attention check: its defaults, what a failure shows of it, and how q, k and v lie in memory."""
+"""The case of an attention check: its defaults, what a failure shows of it, and the layouts of q, k and v."""
 
 from dataclasses import dataclass
 

@@ -162,7 +162,7 @@ def explanation(got: object, truth: Tensor, pytorch: Tensor, **options: object) 
     return str(caught.value)
 
 
-def test_the_place_is_told() -> None:
+def test_the_place_is_named() -> None:
     got, truth, pytorch = good()
     got[1, 2, 66, 5] += 1
     said = explanation(got, truth, pytorch, tile={"row": 64, "column": 8})

@@ -85,7 +85,7 @@ def test_outputs_are_poisoned_and_inputs_repeat(capsys: pytest.CaptureFixture[st
     assert not torch.equal(seen[4], seen[6]), "a new seed each run"
 
 
-def test_failures_are_told_three_times_at_most(capsys: pytest.CaptureFixture[str]) -> None:
+def test_at_most_three_failures_are_shown_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     suite = make_suite()
 
     @suite.check("softmax", [Case(f"n{i}", why=f"reason {i}", rows=i) for i in range(5)])
@@ -249,7 +249,7 @@ def test_the_check_build_runs_every_setting(
 # Memory ------------------------------------------------------------------------------------------
 
 
-def test_memory_is_told_before_it_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_is_printed_before_it_is_allocated(capsys: pytest.CaptureFixture[str]) -> None:
     require_memory(3 << 20, "cpu", "the weights")
     assert "the weights: needs 3 MiB, " in capsys.readouterr().out
     with pytest.raises(NotEnoughMemory, match="the weights needs 1048576.0 GiB; .* are free"):
@@ -264,7 +264,7 @@ def test_the_batch_is_halved_until_it_fits() -> None:
         fit_batch(64, lambda batch: 2**60, "cpu", "attention")
 
 
-def test_out_of_memory_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_of_memory_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     suite = make_suite()
 
     @suite.check("softmax", [Case("a", why="")])

@@ -48,7 +48,7 @@ def test_forms_of_a_launch(mode):
 
 def test_shared_memory(mode):
     out = torch.full((256,), math.nan)
-    _kernels.launch("run_shared_kinds", out=out)
+    _kernels.launch("run_shared_declarations", out=out)
     t = torch.arange(128)
     expected = t.sum() + 2 * (127 - t) + t % 8 + 3 + 42
     assert torch.equal(out[:128], expected.float())
@@ -72,11 +72,11 @@ def test_barriers(mode):
 
 
 @pytest.mark.parametrize("width", [32, 16, 4])
-@pytest.mark.parametrize("kind", [torch.int32, torch.float32, torch.float64, torch.int64])
-def test_shuffles(kind, width):
-    out = torch.full((64, 4), -1, dtype=kind)
-    number = [torch.int32, torch.float32, torch.float64, torch.int64].index(kind)
-    _kernels.launch("run_shuffles", out=out, kind=number, width=width)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32, torch.float64, torch.int64])
+def test_shuffles(dtype, width):
+    out = torch.full((64, 4), -1, dtype=dtype)
+    number = [torch.int32, torch.float32, torch.float64, torch.int64].index(dtype)
+    _kernels.launch("run_shuffles", out=out, dtype=number, width=width)
     t = torch.arange(64)
     first = t // width * width
     source = torch.stack(
@@ -88,7 +88,7 @@ def test_shuffles(kind, width):
         ],
         dim=1,
     )
-    assert torch.equal(out, (source * 3 + 1).to(kind))
+    assert torch.equal(out, (source * 3 + 1).to(dtype))
 
 
 def test_votes_and_reductions(mode):

@@ -142,7 +142,7 @@ def test_a_capture_elsewhere_is_no_error():
     body("void f() { __shared__ float x[4]; }\nvoid g() { auto h = [=] { return 1; }; }")
 
 
-def test_lines_stay_where_they_are():
+def test_line_numbers_do_not_change():
     source = """\
 #define TWO \\
   lines

@@ -102,7 +102,7 @@ def missing_barrier(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy2(ROOT / file, checkout / file)
     kernel = checkout / "task2/attention_kernel.cu"
     source = kernel.read_text()
-    at = source.index("__syncthreads();", source.index("GEMM_NT_kernel_batched(View"))
+    at = source.index("__syncthreads();", source.index("void GEMM_NT_kernel_batched("))
     at = source.index("__syncthreads();", at + 1)
     kernel.write_text(source[:at] + source[at:].removeprefix("__syncthreads();"))
     return checkout

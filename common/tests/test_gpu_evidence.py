@@ -38,15 +38,15 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 )
 def test_what_counts_as_clean(tool, script, clean, summary):
     tool(script)
-    told = gpu_evidence.sanitize("memcheck", TEST)
-    assert told == {"tool": "memcheck", "test": "task2.test", "clean": clean, "summary": summary}
+    job = gpu_evidence.sanitize("memcheck", TEST)
+    assert job == {"tool": "memcheck", "test": "task2.test", "clean": clean, "summary": summary}
 
 
-def test_a_job_that_hangs_is_stopped_and_told(tool, monkeypatch, capsys):
+def test_a_job_that_hangs_is_stopped_and_reported(tool, monkeypatch, capsys):
     monkeypatch.setattr(gpu_evidence, "LONGEST", 0.5)
     tool("echo rung 14; sleep 60 & wait")
-    told = gpu_evidence.sanitize("memcheck", TEST)
-    assert not told["clean"] and told["summary"] == ["stopped after 0.5 s"]
+    job = gpu_evidence.sanitize("memcheck", TEST)
+    assert not job["clean"] and job["summary"] == ["stopped after 0.5 s"]
     assert "rung 14" in capsys.readouterr().out
 
 

@@ -220,15 +220,18 @@ def _alive(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (("<!-- grade: task5 -->\n", ""), "line 15: <!-- end: task5 --> ends what was not begun"),
+        (
+            ("<!-- grade: task5 -->\n", ""),
+            "line 15: <!-- end: task5 --> ends a section that was not begun",
+        ),
         (("<!-- end: task5 -->\n", ""), "<!-- grade: task6 --> comes before the end of task5"),
         (("<!-- end: machines -->\n", ""), "<!-- end: machines --> is missing"),
         (("task5 -->", "task55 -->"), "names no section"),
-        (("note on task5", "<!-- grade: task5 -->\n<!-- end: task5 -->"), "is there twice"),
+        (("note on task5", "<!-- grade: task5 -->\n<!-- end: task5 -->"), "occurs twice"),
         ((FORM[FORM.index("## machines") :], ""), "the marker <!-- grade: machines --> is missing"),
     ],
 )
-def test_broken_markers_are_told_before_anything_runs(
+def test_broken_markers_are_reported_before_anything_runs(
     checkout: Path, capsys: pytest.CaptureFixture[str], damage: tuple[str, str], words: str
 ) -> None:
     add_stage(checkout, "task1")

@@ -28,18 +28,23 @@ def test_only_what_stands_between_markers_is_replaced() -> None:
 
 def test_markers_of_another_word_are_text() -> None:
     text = "<!-- ladder: table -->\n<!-- end: one -->\n"
-    with pytest.raises(MarkerError, match="a.md, line 2: <!-- end: one --> ends what was not"):
+    with pytest.raises(
+        MarkerError, match="a.md, line 2: <!-- end: one --> ends a section that was not"
+    ):
         replace(text, "grade", {"one": []}, file="a.md")
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (("<!-- grade: one -->", ""), "line 4: <!-- end: one --> ends what was not begun"),
+        (
+            ("<!-- grade: one -->", ""),
+            "line 4: <!-- end: one --> ends a section that was not begun",
+        ),
         (("<!-- end: one -->\n", ""), "line 5: <!-- grade: two --> comes before the end of one"),
         (("<!-- end: two -->", ""), "a.md: <!-- end: two --> is missing"),
         (("two -->", "three -->"), "names no section; there are one, two"),
-        (("between", "<!-- grade: one -->"), "line 5: <!-- grade: one --> is there twice"),
+        (("between", "<!-- grade: one -->"), "line 5: <!-- grade: one --> occurs twice"),
         ((TEXT[TEXT.index("<!-- grade: two") :], ""), "marker <!-- grade: two --> is missing"),
     ],
 )

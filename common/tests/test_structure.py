@@ -23,8 +23,8 @@ Graph = dict[str, dict[str, int]]  # by module: what it imports, and in which li
 def import_graph(root: Path) -> Graph:
     """The imports among the modules of ``common/`` and ``task*/``.
 
-    An import of ``a.b.c`` executes ``a/__init__.py`` and ``a/b/__init__.py`` first. They are edges too, but for those
-    that the importing module lies in: they have begun by then.
+    An import of ``a.b.c`` executes ``a/__init__.py`` and ``a/b/__init__.py`` first. They are edges too, except
+    the packages that contain the importing module: these have begun by then.
     """
     paths = {
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path

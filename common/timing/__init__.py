@@ -1,7 +1,7 @@
-"""How long it takes on a GPU, beside PyTorch, and what the GPU could do.
+"""Times on a GPU, compared with PyTorch's and with what the GPU can reach.
 
-Timing      the times of one operation: median, spread, number
-Benchmark   ours beside its baselines, with the rates that follow
+Timing      the times of one operation: median, spread, number of runs
+Benchmark   our time and those of the baselines, with the rates that follow
 Reference   what PyTorch itself reaches on this GPU: a matrix product, a pure read
 """
 

@@ -1,4 +1,4 @@
-"""One timed operation beside its baselines."""
+"""One timed operation and its baselines."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class ImpossibleRate(AssertionError):
 
 @dataclass
 class Benchmark:
-    """One timed operation beside its baselines.
+    """One timed operation and its baselines.
 
     Args:
         name: one of the fields that its benchmark function promised.
@@ -29,7 +29,7 @@ class Benchmark:
         baselines: times by name; the name says which backend it is.
         flops: floating-point operations of one run, counted for the algorithm (causal: half).
         bytes: bytes that one run has to read and write at least.
-        split: float32 is multiplied on tensor cores, in 16-bit parts; compared with such a matrix product then.
+        split: float32 is multiplied on tensor cores, in 16-bit parts, and compared with such a matrix product.
         note: what else must be known, such as a size that was scaled down.
     """
 
@@ -85,7 +85,7 @@ class Benchmark:
     def _expect_possible(self, rate: float, limit: float, unit: str) -> None:
         if rate > _IMPOSSIBLE * limit:
             raise ImpossibleRate(
-                f"{self.name}: {rate:.0f} {unit} cannot be, this GPU does {limit:.0f}:"
+                f"{self.name}: {rate:.0f} {unit} is impossible: this GPU reaches {limit:.0f};"
                 " the work was not done within the measured time, or it is counted wrong"
             )
 

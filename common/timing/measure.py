@@ -109,7 +109,7 @@ def measure(
 
 
 def all_alike(outputs: Mapping[str, Tensor]) -> None:
-    """A check for :func:`measure`: AssertionError unless all outputs are the first one, coarsely.
+    """A check for :func:`measure`: AssertionError unless all outputs equal the first one, roughly.
 
     It finds gross mistakes of the measurement; the checks decide what is precise enough. In bfloat16 two correct
     results may be rounded to neighbours, which differ by more than 1e-3.

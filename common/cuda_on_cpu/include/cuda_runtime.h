@@ -1,4 +1,4 @@
-// CUDA on the CPU: what nvcc declares without being asked. Every rewritten .cu includes this first.
+// CUDA on the CPU: what nvcc declares without an #include. Every rewritten .cu includes this first.
 //
 // The threads of a block are fibers on one OS thread; blocks spread over the cores. The parts:
 //   types.h          qualifiers, dim3, error codes, streams      vector_types.h  float4 and its kin

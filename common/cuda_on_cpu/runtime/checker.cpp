@@ -62,12 +62,12 @@ std::string describe(const Conflict& conflict, const std::string& where, Worker&
                   "cp_async_wait first",
                   where.c_str(), verb(conflict.access), who.c_str(), there.c_str());
   }
-  const char* kind = conflict.access == Access::read  ? "read after write"
-                     : earlier.access == Access::read ? "write after read"
-                                                      : "write after write";
+  const char* hazard = conflict.access == Access::read  ? "read after write"
+                       : earlier.access == Access::read ? "write after read"
+                                                        : "write after write";
   bool same_warp = other.warp == worker.running().warp;
   return format("race on %s (%s): %s it, and %s %s at %s, with no __syncthreads()%s between",
-                where.c_str(), kind, verb(conflict.access), who.c_str(), past(earlier.access),
+                where.c_str(), hazard, verb(conflict.access), who.c_str(), past(earlier.access),
                 there.c_str(), same_warp ? " or __syncwarp()" : "");
 }
 

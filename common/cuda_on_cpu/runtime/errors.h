@@ -1,4 +1,4 @@
-// The words of an error, and where they wait until the host asks for them.
+// The text of an error, and where it is kept until the host asks for it.
 #pragma once
 
 #include <string>
@@ -20,7 +20,7 @@ std::string show_place(const void* return_address);
 /// explains those that follow.
 void set_host_error(cudaError_t code, std::string text);
 
-/// The text of this thread's error, which is thereby taken, or null.
+/// Takes the text of this thread's error; null if there is none.
 const char* take_host_error();
 
 }  // namespace cuda_on_cpu

@@ -28,19 +28,19 @@ Registers get(const ucontext_t& context) {
 #endif
 }
 
-void set(ucontext_t& context, Registers to) {
+void set(ucontext_t& context, Registers registers) {
 #if defined(__APPLE__) && defined(__aarch64__)
-  context.uc_mcontext->__ss.__pc = to.pc;
-  context.uc_mcontext->__ss.__sp = to.sp;
+  context.uc_mcontext->__ss.__pc = registers.pc;
+  context.uc_mcontext->__ss.__sp = registers.sp;
 #elif defined(__APPLE__)
-  context.uc_mcontext->__ss.__rip = to.pc;
-  context.uc_mcontext->__ss.__rsp = to.sp;
+  context.uc_mcontext->__ss.__rip = registers.pc;
+  context.uc_mcontext->__ss.__rsp = registers.sp;
 #elif defined(__aarch64__)
-  context.uc_mcontext.pc = to.pc;
-  context.uc_mcontext.sp = to.sp;
+  context.uc_mcontext.pc = registers.pc;
+  context.uc_mcontext.sp = registers.sp;
 #else
-  context.uc_mcontext.gregs[REG_RIP] = greg_t(to.pc);
-  context.uc_mcontext.gregs[REG_RSP] = greg_t(to.sp);
+  context.uc_mcontext.gregs[REG_RIP] = greg_t(registers.pc);
+  context.uc_mcontext.gregs[REG_RSP] = greg_t(registers.sp);
 #endif
 }
 

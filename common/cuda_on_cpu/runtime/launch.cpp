@@ -47,11 +47,11 @@ int cores() {
 /// The dynamic shared memory that this kernel may ask for, or -1 if no launcher asked for more than
 /// 48 KiB. A kernel whose address is not known gets what was granted to any kernel.
 long granted_dynamic(const void* entry_point) {
-  long most = -1;
+  long granted = -1;
   for (const auto& [kernel, bytes] : dynamic_limits()) {
-    if (entry_point == nullptr || kernel == entry_point) most = std::max(most, long(bytes));
+    if (entry_point == nullptr || kernel == entry_point) granted = std::max(granted, long(bytes));
   }
-  return most;
+  return granted;
 }
 
 /// What is wrong with the launch's configuration, or "".

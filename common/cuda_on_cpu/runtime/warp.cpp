@@ -100,9 +100,9 @@ struct Shuffle {
 /// A lane that is absent contributes all ones (NaN), so that no kernel relies on its value.
 void shuffle_lanes(void* const* arguments, unsigned lanes) {
   for (; lanes != 0; lanes &= lanes - 1) {
-    auto& to = *static_cast<Shuffle*>(arguments[__builtin_ctz(lanes)]);
-    auto* from = static_cast<const Shuffle*>(arguments[to.source]);
-    to.result = from ? from->value : ~uint64_t(0);
+    auto& mine = *static_cast<Shuffle*>(arguments[__builtin_ctz(lanes)]);
+    auto* other = static_cast<const Shuffle*>(arguments[mine.source]);
+    mine.result = other ? other->value : ~uint64_t(0);
   }
 }
 

@@ -1,7 +1,7 @@
 // nvcuda::wmma: fragments in and out of memory, and their products.
 //
 // A matrix is cut, row by row, into runs of 32 elements, one per lane. Run i is x[i] of the lanes, turned by
-// i * turn lanes: no lane holds a row or a column, and fragments of different kinds disagree.
+// i * turn lanes: no lane has a whole row or column, and fragments of different types disagree.
 #include <algorithm>
 #include <cstring>
 

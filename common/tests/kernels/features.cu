@@ -48,7 +48,7 @@ extern "C" cudaError_t launch_forms(int* out, cudaStream_t stream) {
 
 // ---- shared memory
 
-__global__ void shared_kinds(float* out, int n) {
+__global__ void shared_declarations(float* out, int n) {
   __shared__ __align__(128) float rows[4][32], total;
   __shared__ volatile int counter[2];
   alignas(64) __shared__ float4 vectors[8];
@@ -68,8 +68,8 @@ __global__ void shared_kinds(float* out, int n) {
       (uintptr_t(rows) % 128 == 0) && (uintptr_t(vectors) % 64 == 0) && (uintptr_t(raw) % 16 == 0);
 }
 
-extern "C" cudaError_t run_shared_kinds(float* out, cudaStream_t stream) {
-  shared_kinds<<<1, 128, 128 * sizeof(float), stream>>>(out, 128);
+extern "C" cudaError_t run_shared_declarations(float* out, cudaStream_t stream) {
+  shared_declarations<<<1, 128, 128 * sizeof(float), stream>>>(out, 128);
   return cudaGetLastError();
 }
 
@@ -111,11 +111,11 @@ __global__ void shuffles(T* out, int width) {
   out[t * 4 + 2] = __shfl_down_sync(0xffffffffu, value, 2, width);
   out[t * 4 + 3] = __shfl_xor_sync(0xffffffffu, value, 1, width);
 }
-extern "C" cudaError_t run_shuffles(void* out, int kind, int width, cudaStream_t stream) {
-  if (kind == 0) shuffles<<<1, 64, 0, stream>>>((int*)out, width);
-  if (kind == 1) shuffles<<<1, 64, 0, stream>>>((float*)out, width);
-  if (kind == 2) shuffles<<<1, 64, 0, stream>>>((double*)out, width);
-  if (kind == 3) shuffles<<<1, 64, 0, stream>>>((long long*)out, width);
+extern "C" cudaError_t run_shuffles(void* out, int dtype, int width, cudaStream_t stream) {
+  if (dtype == 0) shuffles<<<1, 64, 0, stream>>>((int*)out, width);
+  if (dtype == 1) shuffles<<<1, 64, 0, stream>>>((float*)out, width);
+  if (dtype == 2) shuffles<<<1, 64, 0, stream>>>((double*)out, width);
+  if (dtype == 3) shuffles<<<1, 64, 0, stream>>>((long long*)out, width);
   return cudaGetLastError();
 }
 

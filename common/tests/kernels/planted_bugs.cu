@@ -56,7 +56,7 @@ __global__ void gemm(const float* A, const float* B, float* C, int M, int N, int
   if (row < M && column < N) C[row * N + column] = sum;
 }
 
-// ---- softmax of each row, a block per row, tree reductions in dynamic shared memory
+// ---- softmax of each row, one block per row, tree reductions in dynamic shared memory
 template <Bug BUG>
 __global__ void softmax(const float* x, float* y, int columns) {
   extern __shared__ float scratch[];
@@ -84,7 +84,7 @@ __global__ void softmax(const float* x, float* y, int columns) {
   for (int i = t; i < columns; i += blockDim.x) y_row[i] = expf(x_row[i] - largest) / scratch[0];
 }
 
-// ---- FlashAttention-2, a thread per query row
+// ---- FlashAttention-2, one thread per query row
 template <Bug BUG, int B_r, int B_c, int D>
 __global__ void flash(const float* Q, const float* K, const float* V, float* O, int S,
                       float scale) {
@@ -224,7 +224,7 @@ __global__ void flash_mma(const __nv_bfloat16* Q, const __nv_bfloat16* K, const 
   }
 }
 
-// ---- one query against S keys: 4 warps, a warp per key, combined in shared memory
+// ---- one query against S keys: 4 warps, one warp per key, combined in shared memory
 template <Bug BUG>
 __global__ void decode(const float* Q, const float* K, const float* V, float* O, int S,
                        float scale) {

@@ -116,7 +116,7 @@ static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   unsigned result = 0;
   for (int i = 0; i < 4; ++i) {
     unsigned pick = selector >> 4 * i & 0xf, byte = unsigned(bytes >> 8 * (pick & 7)) & 0xff;
-    if (pick & 8) byte = byte & 0x80 ? 0xff : 0;  // the nibble's top bit asks for the sign
+    if (pick & 8) byte = byte & 0x80 ? 0xff : 0;  // the nibble's top bit selects the sign
     result |= byte << 8 * i;
   }
   return result;

@@ -132,7 +132,7 @@ enum class WmmaType { f16,
                       bf16,
                       tf32,
                       f32 };
-/// What a fragment holds: a matrix, spread over the lanes. `turn` tells the kinds of fragments apart; see wmma.cpp.
+/// What a fragment holds: a matrix, spread over the lanes. `turn` tells the types of fragments apart; see wmma.cpp.
 struct WmmaTile {
   WmmaType type;
   int rows, columns, turn;
