@@ -1,4 +1,4 @@
-// What launchers request from a GPU, once per GPU.
+// What launchers ask of a GPU, once for each GPU.
 #pragma once
 #include <cuda_runtime.h>
 

@@ -4,7 +4,7 @@
 //   mma_m16n8k16<T>(d, a, b, c)    d = a b + c on tensor cores, T = __half or __nv_bfloat16   sm_80
 //   mma_m16n8k8_tf32(d, a, b, c)   the same for tf32; to_tf32(x) rounds a float to it         sm_80
 //   ldmatrix_x1 _x2 _x4 (_trans)   8x8 matrices of 16-bit values, shared memory to registers  sm_75
-//   cp_async<Bytes>(shared, global, inside)    copies 4, 8 or 16 bytes; zeros if !inside      sm_80
+//   cp_async<Bytes>(to, from, ok)  4, 8 or 16 bytes, global to shared memory; zeros if !ok    sm_80
 //   cp_async_commit(), cp_async_wait<N>(), cp_async_wait_all()
 //
 // Fragments. With lane = threadIdx.x % 32, g = lane / 4 and t = lane % 4, the tile is a (16 x k)
@@ -90,14 +90,14 @@ PTX_LDMATRIX(ldmatrix_x4_trans, 4, ".trans", "{%0, %1, %2, %3}, [%4]", "=r"(r[0]
 template <int Bytes>
 __device__ __forceinline__ void cp_async(void* shared, const void* global, bool inside = true) {
   static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "cp_async copies 4, 8 or 16 bytes");
-  [[maybe_unused]] uint32_t destination = ptx_shared_address(shared);
+  [[maybe_unused]] uint32_t to = ptx_shared_address(shared);
   [[maybe_unused]] int valid = inside ? Bytes : 0;  // the rest is filled with zeros
   if constexpr (Bytes == 16) {  // .cg: past L1, which only 16 bytes can
-    PTX_SM80("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(destination), "l"(global),
+    PTX_SM80("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(global),
              "r"(valid) : "memory");
   } else {
-    PTX_SM80("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(destination), "l"(global),
-             "n"(Bytes), "r"(valid) : "memory");
+    PTX_SM80("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(to), "l"(global), "n"(Bytes),
+             "r"(valid) : "memory");
   }
 }
 
