@@ -5,9 +5,9 @@
 //     16x16x8                       T = precision::tf32, accumulators float
 //   fill_fragment  load_matrix_sync  mma_sync  store_matrix_sync  __float_to_tf32
 //
-// CUDA does not specify which lane has which element, nor in which x[i], and GPUs differ. The mapping here is that of no
-// GPU, and another one for each type of fragment. A kernel may rely on this alone: fragments of one type have the same
-// mapping, so what is done to every x[i] is done to every element of the matrix. A new fragment is NaN.
+// CUDA does not specify which lane has which element, nor in which x[i], and GPUs differ. The mapping here is like that
+// of no GPU, and differs between the types of fragments. A kernel may rely on one thing: fragments of one type have the
+// same mapping, so what is done to every x[i] is done to every element of the matrix. A new fragment is NaN.
 #pragma once
 
 #include <cuda_bf16.h>
