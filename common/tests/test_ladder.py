@@ -413,7 +413,7 @@ def test_bars_end_with_status_1_if_one_is_missed(on_gpu, monkeypatch, capsys):
 
 def test_nothing_spills_and_no_wgmma_is_serialised():
     """Rungs 9 and up as compiled for the first of the architectures that each is for."""
-    wanted = [rung.source for rung in RUNGS if rung.number >= 9 and rung.source.exists()]
+    wanted = [rung.source for rung in RUNGS if rung.number >= 9]
     try:
         targets = [
             builder.plan(s, "cuda", arch=(builder.architectures(s) or ("sm_90a",))[0])
