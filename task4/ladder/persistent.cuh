@@ -25,8 +25,8 @@ enum NamedBarrier {
   DECISION = TURN + MAX_CONSUMERS  // DECISION + w: every warp of consumer w has voted (rung 15)
 };
 
-// blocks: of K and V that some row sees. -1: no more tiles
-struct Tile {
+// blocks: of K and V that some row sees. -1: no more tiles. Aligned: loaded at once, and nothing beside it is
+struct alignas(16) Tile {
   int row_0, head, b, blocks;
 };
 
