@@ -102,7 +102,7 @@ def rung_of(case, device):
 def _build(device, check):
     todo = [r for r in wanted if (r.runs_on_cpu if device.type == "cpu" else r in _on_gpu())]
     with contextlib.suppress(BuildError):  # the check of the rung that does not compile says so
-        builder.make([library.target_for(r.source, device) for r in todo if r.source.exists()])
+        builder.make([library.target_for(r.source, device) for r in todo])
 
 
 # Attention -----------------------------------------------------------------------------------------------

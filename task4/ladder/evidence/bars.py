@@ -141,10 +141,8 @@ class Trial:
 
     def _host(self) -> Grid:
         ours = self._ours(128)
-        cost = host_cost(
-            *(self._rng("host").randn(1, 128, 4, 128, dtype=ours.dtypes[-1]) for _ in "qkv"),
-            ours.number,
-        )
+        q, k, v = (self._rng("host").randn(1, 128, 4, 128, dtype=ours.dtypes[-1]) for _ in "qkv")
+        cost = host_cost(q, k, v, ours.number)
         grid = Grid(f"{ours}: microseconds of the host per call (allowed: {HOST_US})", ["", *cost])
         *parts, whole = cost.values()
         judged = grid.judged(whole, HOST_US, at_most=True)
@@ -188,28 +186,24 @@ class Trial:
             shapes = (q_shape, kv_shape, kv_shape)
             qkv = [rng.randn(*shape, dtype=self.precision.dtype) for shape in shapes]
             found = self._timed(qkv, causal)
-            grid.rows.append(
-                [name, judged(grid, self._ours(q_shape[3], kv[0]), found, [CUDNN, FA3], None)]
-            )
+            ours = self._ours(q_shape[3], kv[0])
+            grid.rows.append([name, judged(grid, ours, found, [CUDNN, FA3], None)])
         return grid
 
     def _loss(self) -> Grid:
-        ours = self._ours(64)
-        what = list(product(ours.head_dims, ("rms", "largest")))
+        ours, errors = self._ours(64), ("rms", "largest")
         title = (
             f"{ours}: loss relative to {EFFICIENT.label}'s, mean of {SEEDS} seeds and both masks"
         )
-        grid = Grid(title, ["", *(f"{name}, d {d}" for d, name in what), "allowed"])
+        columns = [f"{error}, d {d}" for d, error in product(ours.head_dims, errors)]
+        grid = Grid(title, ["", *columns, "allowed"])
         for name, allowed in LOSS.items():
-            found = {
-                d: [
-                    compare(ours, name, self._rng(name, i), d, FP32, causal)
-                    for i, causal in product(range(SEEDS), (False, True))
-                ]
-                for d in ours.head_dims
-            }
-            means = (mean(ratios[error] for ratios in found[d]) for d, error in what)
-            texts = (grid.judged(ratio, allowed, at_most=True) for ratio in means)
+            texts = []
+            for d in ours.head_dims:
+                drawn = product(range(SEEDS), (False, True))
+                found = [compare(ours, name, self._rng(name, i), d, FP32, c) for i, c in drawn]
+                means = (mean(ratios[error] for ratios in found) for error in errors)
+                texts += [grid.judged(ratio, allowed, at_most=True) for ratio in means]
             grid.rows.append([name, *texts, f"{allowed:g}"])
         return grid
 
