@@ -10,13 +10,13 @@ import torch
 from common.build import BuildError, builder
 from common.build.cli import resources
 from common.check import Rng
+from common.check.hard_inputs import FLOAT32, LAZY
 from common.record import provenance
 from common.timing import Timing
 from task4.ladder import __main__ as command
 from task4.ladder import benchmark, plot, record, table, test
 from task4.ladder.benchmark import PRECISIONS, SEQS, Cell, Measured
 from task4.ladder.evidence import bars, counters
-from task4.ladder.evidence.inputs import ACCURACY, FLOAT32, LAZY, make_inputs
 from task4.ladder.grid import Grid
 from task4.ladder.methods import CUDNN, EFFICIENT, FA3, FLASH, MATH
 from task4.ladder.record import Record, Tables, Times
@@ -186,30 +186,6 @@ def test_all_bars_are_measured_and_judged(monkeypatch):
     assert loss.rows[-1][1:] == ["0.50", "2.00 !", "0.50", "2.00 !", "1"]
     assert infinite.rows == [["d 64", "64 of 128"], ["d 128", "128 of 128"]]
     assert infinite.bars == [False, True]
-
-
-@pytest.mark.parametrize("name", [*ACCURACY, *FLOAT32, *LAZY])
-def test_hard_inputs(name):
-    shape = (1, 512, 4, 64)
-    q, k, v = make_inputs(name, Rng(1, "cpu", name), shape, torch.float32)
-    assert all(t.shape == shape and t.isfinite().all() for t in (q, k, v))
-    scores = (q[0, :, 0].double() @ k[0, :, 0].double().T) / 8
-    top = scores.amax(-1)
-    if name == "rising scores":
-        assert (scores.mean(0).diff() < 0).double().mean() > 0.5 and 50 < scores[:, 0].mean() < 70
-    elif name == "jumps of more than 2^126":
-        steps = top.new_tensor([scores[:, i:].amax() for i in (449, 448, 256, 8)])
-        assert (steps.diff() > 87).all()
-    elif name == "local":
-        assert (scores.argmax(-1) - torch.arange(512)).abs().double().median() < 40
-    elif name == "sink":
-        assert (scores.argmax(-1) == 0).double().mean() > 0.9
-    elif name == "subnormal v":
-        assert 0 < v.abs().max() < torch.finfo(torch.float32).tiny
-    elif name == "rows of 1e4 x larger scores":
-        assert 1e3 < top[::8].median() / top[1::8].median() < 1e5
-    with pytest.raises(ValueError, match="no inputs 'nothing'"):
-        make_inputs("nothing", Rng(1, "cpu"), shape, torch.float32)
 
 
 class Event:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from common.check import Rng
+from common.check.hard_inputs import FLOAT32, LAZY, make_inputs
 from task4.ladder.benchmark import (
     HEAD_DIMS,
     SEQS,
@@ -20,7 +21,6 @@ from task4.ladder.benchmark import (
 )
 from task4.ladder.call import ladder_attention
 from task4.ladder.evidence.accuracy import ALLOWED, YARDSTICK, compare, worst
-from task4.ladder.evidence.inputs import FLOAT32, LAZY, make_inputs
 from task4.ladder.grid import Grid
 from task4.ladder.methods import CUDNN, EFFICIENT, FA3, Peer
 from task4.ladder.rungs import FP32, Rung
