@@ -12,12 +12,12 @@ from common.build.cli import resources
 from common.check import Rng
 from common.check.hard_inputs import FLOAT32, LAZY
 from common.record import provenance
+from common.record.grid import Grid
 from common.timing import Timing
 from task4.ladder import __main__ as command
 from task4.ladder import benchmark, plot, record, table, test
 from task4.ladder.benchmark import PRECISIONS, SEQS, Cell, Measured
 from task4.ladder.evidence import bars, counters
-from task4.ladder.grid import Grid
 from task4.ladder.methods import CUDNN, EFFICIENT, FA3, FLASH, MATH
 from task4.ladder.record import Record, Tables, Times
 from task4.ladder.rungs import FOLDER, RUNGS, by_number

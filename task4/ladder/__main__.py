@@ -14,10 +14,10 @@ from common.check.case import device_of
 from common.check.rng import new_seed
 from common.check.run import run_groups
 from common.record import provenance
+from common.record.grid import Grid
 from task4.ladder import plot, table, test
 from task4.ladder.benchmark import HEAD_DIMS, PRECISIONS, SEQS, Cell, Precision, time_cell
 from task4.ladder.evidence import bars, counters
-from task4.ladder.grid import Grid
 from task4.ladder.methods import fa3_version
 from task4.ladder.record import Run, Tables, Times, load, save
 from task4.ladder.rungs import RUNGS, Rung, list_rungs

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,11 +114,6 @@ class Measured:
 
     times: dict[str, Timing] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> "Measured":
-        times = {key: Timing(**timing) for key, timing in found["times"].items()}
-        return cls(times, found["left_out"])
 
 
 def time_cell(cell: Cell, ladder: Sequence[Rung], precision: Precision) -> Measured:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common.check import Rng
 from common.check.hard_inputs import FLOAT32, LAZY, make_inputs
+from common.record.grid import Grid
 from task4.ladder.benchmark import (
     HEAD_DIMS,
     SEQS,
@@ -21,7 +22,6 @@ from task4.ladder.benchmark import (
 )
 from task4.ladder.call import ladder_attention
 from task4.ladder.evidence.accuracy import ALLOWED, YARDSTICK, compare, worst
-from task4.ladder.grid import Grid
 from task4.ladder.methods import CUDNN, EFFICIENT, FA3, Peer
 from task4.ladder.rungs import FP32, Rung
 

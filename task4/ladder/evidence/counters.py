@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity
 from common.build import library
 from common.build.cli import resources
 from common.paths import ROOT
+from common.record.grid import Grid
 from task4.ladder.benchmark import PRECISIONS, Cell, Precision
-from task4.ladder.grid import Grid
 from task4.ladder.methods import MATH, Method, Peer, call_of
 from task4.ladder.rungs import Rung
 
