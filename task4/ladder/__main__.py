@@ -15,10 +15,11 @@ from common.check.rng import new_seed
 from common.check.run import run_groups
 from common.record import provenance
 from common.record.grid import Grid
+from common.timing.counters import NoCounters
+from common.timing.peers import fa3_version
 from task4.ladder import plot, table, test
 from task4.ladder.benchmark import HEAD_DIMS, PRECISIONS, SEQS, Cell, Precision, time_cell
 from task4.ladder.evidence import bars, counters
-from task4.ladder.methods import fa3_version
 from task4.ladder.record import Run, Tables, Times, load, save
 from task4.ladder.rungs import RUNGS, Rung, list_rungs
 
@@ -178,7 +179,7 @@ def _profile(precision: Precision, ladder: Sequence[Rung], options: argparse.Nam
     cell = Cell(head_dim, seq, bool(options.causal))
     try:
         return _tables("profile", counters.profile(ladder, precision, cell), precision, options)
-    except counters.NoCounters as reason:
+    except NoCounters as reason:
         console.print(str(reason))
         return True
 

@@ -7,8 +7,8 @@ under ``plot``.
 from pathlib import Path
 
 from common.record.chart import Line, Point, draw_limit, draw_lines, save
-from task4.ladder.benchmark import HEAD_DIMS, HIDDEN, SEQS, TOKENS, Cell, Precision
-from task4.ladder.methods import CUDNN, EFFICIENT, FA3, FLASH, MATH, Method, Peer
+from common.timing.peers import CUDNN, EFFICIENT, FA3, FLASH, MATH, Peer
+from task4.ladder.benchmark import HEAD_DIMS, HIDDEN, SEQS, TOKENS, Cell, Method, Precision
 from task4.ladder.record import Times
 from task4.ladder.rungs import FOLDER
 from task4.ladder.table import picture

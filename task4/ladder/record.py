@@ -8,8 +8,8 @@ from common.record import write_json
 from common.record.grid import Grid
 from common.record.typed import from_json
 from common.timing import Timing
-from task4.ladder.benchmark import Cell, Measured
-from task4.ladder.methods import Method
+from common.timing.compare import Measured
+from task4.ladder.benchmark import Cell, Method
 from task4.ladder.rungs import FOLDER
 
 TABLE = FOLDER / "table.json"

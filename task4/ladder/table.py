@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from common.marked import replace, write_atomically
 from common.record import describe_run, sources_hash
 from common.record.grid import Grid
-from task4.ladder.benchmark import HEAD_DIMS, PRECISIONS, SEQS, Cell, Precision
+from common.timing.peers import CUDNN, EFFICIENT, FA3, FLASH, PEERS, Peer
+from task4.ladder.benchmark import HEAD_DIMS, PRECISIONS, SEQS, Cell, Method, Precision
 from task4.ladder.evidence.bars import MASKS, ratio_grid
-from task4.ladder.methods import CUDNN, EFFICIENT, FA3, FLASH, PEERS, Method, Peer
 from task4.ladder.record import Record, Run, Times
 from task4.ladder.rungs import FOLDER, RUNGS
 

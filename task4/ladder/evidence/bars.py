@@ -11,18 +11,11 @@ from torch import Tensor
 from common.check import Rng
 from common.check.hard_inputs import FLOAT32, LAZY, make_inputs
 from common.record.grid import Grid
-from task4.ladder.benchmark import (
-    HEAD_DIMS,
-    SEQS,
-    Cell,
-    Measured,
-    Precision,
-    host_cost,
-    time_methods,
-)
+from common.timing.compare import Measured
+from common.timing.peers import CUDNN, EFFICIENT, FA3, Peer
+from task4.ladder.benchmark import HEAD_DIMS, SEQS, Cell, Precision, host_cost, time_methods
 from task4.ladder.call import ladder_attention
 from task4.ladder.evidence.accuracy import ALLOWED, YARDSTICK, compare, worst
-from task4.ladder.methods import CUDNN, EFFICIENT, FA3, Peer
 from task4.ladder.rungs import FP32, Rung
 
 HOST_US = 10  # microseconds that a call may cost the host
