@@ -1,6 +1,7 @@
 """Timings, benchmarks and the records that keep them."""
 
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from common.check import Case, CheckFailed, Rng
 from common.check.attention import attention_float64
 from common.record import Record, earned, sources_hash
+from common.record.typed import from_json
 from common.tests.answers import make_suite, run
 from common.timing import (
     Backend,
@@ -168,6 +170,23 @@ def test_the_record(tmp_path: Path) -> None:
     assert {"torch", "python", "cpu", "cores", "transformers"} <= set(run_of["machine"])
     assert run(suite, "--softmax", "--record", str(file)) == 0
     assert not json.loads(file.read_text())["complete"]
+
+
+@dataclass
+class Shelf:
+    name: str
+    times: dict[str, Timing]
+    inner: "list[Shelf]"
+    best: Timing | None = None
+
+
+def test_dataclasses_from_json() -> None:
+    inner = Shelf("inner", {}, [], timing(3.0))
+    outer = Shelf("outer", {"ours": timing(1.0)}, [inner, inner])
+    kept = json.loads(json.dumps({"a": asdict(outer)}))
+    assert from_json(dict[str, Shelf], kept) == {"a": outer}
+    with pytest.raises(KeyError, match="height"):
+        from_json(Shelf, kept["a"] | {"height": 1})
 
 
 def test_points() -> None:

@@ -1,5 +1,6 @@
-"""The ladder's command: what it measured is kept, printed and drawn right; and what ncu and ptxas say is read right."""
+"""The ladder's command: what it measured is kept, printed and drawn right."""
 
+import json
 import sys
 import warnings
 from dataclasses import replace
@@ -10,15 +11,17 @@ import torch
 from common.build import BuildError, builder
 from common.build.cli import resources
 from common.check import Rng
+from common.check.hard_inputs import FLOAT32, LAZY
 from common.record import provenance
-from common.timing import Timing
+from common.record.grid import Grid
+from common.tests.test_counters import HOPPER, launch
+from common.timing import Timing, compare, counters
+from common.timing.compare import Measured
+from common.timing.peers import CUDNN, EFFICIENT, FA3, FLASH, MATH
 from task4.ladder import __main__ as command
 from task4.ladder import benchmark, plot, record, table, test
-from task4.ladder.benchmark import PRECISIONS, SEQS, Cell, Measured
-from task4.ladder.evidence import bars, counters
-from task4.ladder.evidence.inputs import ACCURACY, FLOAT32, LAZY, make_inputs
-from task4.ladder.grid import Grid
-from task4.ladder.methods import CUDNN, EFFICIENT, FA3, FLASH, MATH
+from task4.ladder.benchmark import PRECISIONS, SEQS, Cell
+from task4.ladder.evidence import bars
 from task4.ladder.record import Record, Tables, Times
 from task4.ladder.rungs import FOLDER, RUNGS, by_number
 
@@ -188,30 +191,6 @@ def test_all_bars_are_measured_and_judged(monkeypatch):
     assert infinite.bars == [False, True]
 
 
-@pytest.mark.parametrize("name", [*ACCURACY, *FLOAT32, *LAZY])
-def test_hard_inputs(name):
-    shape = (1, 512, 4, 64)
-    q, k, v = make_inputs(name, Rng(1, "cpu", name), shape, torch.float32)
-    assert all(t.shape == shape and t.isfinite().all() for t in (q, k, v))
-    scores = (q[0, :, 0].double() @ k[0, :, 0].double().T) / 8
-    top = scores.amax(-1)
-    if name == "rising scores":
-        assert (scores.mean(0).diff() < 0).double().mean() > 0.5 and 50 < scores[:, 0].mean() < 70
-    elif name == "jumps of more than 2^126":
-        steps = top.new_tensor([scores[:, i:].amax() for i in (449, 448, 256, 8)])
-        assert (steps.diff() > 87).all()
-    elif name == "local":
-        assert (scores.argmax(-1) - torch.arange(512)).abs().double().median() < 40
-    elif name == "sink":
-        assert (scores.argmax(-1) == 0).double().mean() > 0.9
-    elif name == "subnormal v":
-        assert 0 < v.abs().max() < torch.finfo(torch.float32).tiny
-    elif name == "rows of 1e4 x larger scores":
-        assert 1e3 < top[::8].median() / top[1::8].median() < 1e5
-    with pytest.raises(ValueError, match="no inputs 'nothing'"):
-        make_inputs("nothing", Rng(1, "cpu"), shape, torch.float32)
-
-
 class Event:
     """A CUDA event where there is no GPU; a run takes a millisecond."""
 
@@ -228,11 +207,13 @@ def timed(monkeypatch):
     milliseconds = {"2 coalesced": 1.0, "3 register tile": 2.0, FLASH.label: 4.0, CUDNN.label: 8.0}
 
     def measure(functions, *, each, check):
-        check({label: function() for label, function in functions.items()})
+        outputs = {label: function() for label, function in functions.items()}
+        if check:
+            check(outputs)
         return {label: Timing(*[milliseconds[label]] * 3, 9) for label in functions}
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(compare, "measure", measure)
     monkeypatch.setattr(benchmark, "PEERS", (FLASH, CUDNN))
     monkeypatch.setattr(Cell, "inputs", lambda *_: [torch.full((1, 2, 1, 4), 3.0)] * 3)
     benchmark._seconds_in.cache_clear()
@@ -432,43 +413,9 @@ def test_nothing_spills_and_no_wgmma_is_serialised():
         )  # ptxas would report here that it serialises wgmma
 
 
-NCU = """\
-==PROF== Connected to process 1
-==PROF== Profiling "attention_kernel" - 0: 0%....100% - 9 passes
-"ID","Process ID","Kernel Name","sm__inst_issued.avg.pct_of_peak_sustained_active","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active","sm__inst_executed_pipe_tensor_op_hmma.avg.pct_of_peak_sustained_active","sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active","gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed","smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio","smsp__average_warps_issue_stalled_selected_per_issue_active.ratio","smsp__average_warps_issue_stalled_wait_not_issued_per_issue_active.ratio"
-"","","","%","%","%","%","%","inst","inst","inst","inst"
-"0","1","void attention_kernel<__nv_bfloat16, 128>(Attention)","41.50","1,012.5","20","33.3","2.1","0.5","1.75","1.0","9.0"
-"""
-
-
-def test_what_ncu_counts():
-    (row,) = counters._rows(NCU)
-    busy = dict.fromkeys(counters.UNITS, "-") | {
-        "tensor": "1012",
-        "issue": "42",
-        "MUFU": "33",
-        "DRAM": "2",
-    }
-    assert counters._busy(row) == [*busy.values(), "wait"]
-    assert counters._busy({}) == ["-"] * (len(counters.UNITS) + 1)
-
-
-HOPPER = type("H200", (), dict(max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, shared_memory_per_multiprocessor=233472))  # fmt: skip
-
-
-def launch(registers: int, shared: int, threads: int) -> dict:
-    """As PyTorch's profiler has it."""
-    return {
-        "registers per thread": registers,
-        "shared memory": shared,
-        "block": [threads, 1, 1],
-        "grid": [132, 1, 1],
-    }
-
-
 def test_what_limits_a_rung(on_gpu, monkeypatch, capsys):
-    def launched(method, *_):
-        if method is FA3:
+    def launched(subject):
+        if subject.label == FA3.label:
             raise ImportError("flash_attn_interface cannot be imported")
         return [counters._kernel("void k<8>(int)", launch(168, 214_016, 384), {"k<8>": 16}, HOPPER)]
 
@@ -479,11 +426,16 @@ def test_what_limits_a_rung(on_gpu, monkeypatch, capsys):
     assert "there is no ncu" in out and "14 persistent" in out
     assert not record.TABLE.exists()  # what an earlier run counted is kept
 
-    def count(labels, number, *_):
-        assert number == len(labels)
+    def count(command, number, _):
+        *_, module, precision, cell = command[:-number]
+        assert (module, precision) == ("task4.ladder.evidence.counters", "bfloat16")
+        assert Cell(**json.loads(cell)) == Cell(128, 2048, False)
+        assert command[-number:] == subjects
         return [{"smsp__average_warps_issue_stalled_wait_per_issue_active.ratio": 1.0}] * number
 
     monkeypatch.setattr(counters, "_count", count)
+    methods = [r for r in RUNGS if BF16.has(r)] + [EFFICIENT, FLASH, CUDNN]
+    subjects = [method.label for method in methods]
     assert command.main(["--profile"]) == 0
     resources, counts = record.load()["bfloat16"].profile.grids
     assert resources.rows[13] == [
@@ -507,23 +459,3 @@ def test_what_limits_a_rung(on_gpu, monkeypatch, capsys):
         FLASH.label,
         CUDNN.label,
     ]
-
-
-def test_occupancy_and_spills():
-    blocks = [
-        counters._kernel("k", launch(registers, shared, threads), {}, HOPPER)[6]
-        for registers, shared, threads in (
-            (168, 214_016, 384),
-            (128, 0, 256),
-            (32, 0, 64),
-            (255, 50_000, 128),
-        )
-    ]
-    assert blocks == ["1", "2", "32", "2"]
-    log = (
-        "ptxas info    : Compiling entry function '_Z16attention_kernelIfLi64EEv9Attention' for 'sm_90a'\n"
-        "    8 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads\n"
-        "ptxas info    : Used 40 registers, used 1 barriers, 8192 bytes smem\n"
-    )
-    name = counters._plain("void attention_kernel<float, 64>(Attention)")
-    assert counters._spills(log) in ({name: 40}, {"_Z16attention_kernelIfLi64EEv9Attention": 40})

@@ -14,11 +14,12 @@ from common.check.case import device_of
 from common.check.rng import new_seed
 from common.check.run import run_groups
 from common.record import provenance
+from common.record.grid import Grid
+from common.timing.counters import NoCounters
+from common.timing.peers import fa3_version
 from task4.ladder import plot, table, test
 from task4.ladder.benchmark import HEAD_DIMS, PRECISIONS, SEQS, Cell, Precision, time_cell
 from task4.ladder.evidence import bars, counters
-from task4.ladder.grid import Grid
-from task4.ladder.methods import fa3_version
 from task4.ladder.record import Run, Tables, Times, load, save
 from task4.ladder.rungs import RUNGS, Rung, list_rungs
 
@@ -122,11 +123,10 @@ def _here(options: argparse.Namespace) -> list[Rung]:
 
 def _build(ladder: Sequence[Rung], options: argparse.Namespace) -> list[Rung]:
     """Build them at once, on the CPU also for the check build; those that compile."""
-    there = [rung for rung in ladder if rung.source.exists()]
     targets = []
     for check in (False, True) if options.device.type == "cpu" else (False,):
         with library.using(check=check):
-            targets += [library.target_for(rung.source, options.device) for rung in there]
+            targets += [library.target_for(rung.source, options.device) for rung in ladder]
     try:
         with console.status(f"building {sum(not t.path.exists() for t in targets)} libraries"):
             for built in builder.make(targets, verbose=options.verbose):
@@ -134,26 +134,21 @@ def _build(ladder: Sequence[Rung], options: argparse.Namespace) -> list[Rung]:
                     report(built, options.verbose)
     except BuildError as error:
         console.print(str(error))
-    if missing := [rung.file for rung in ladder if rung not in there]:
-        console.print(f"not there: {', '.join(missing)}")
     broken = {target.source for target in targets if not target.path.exists()}
-    return [rung for rung in there if rung.source not in broken]
+    return [rung for rung in ladder if rung.source not in broken]
 
 
 def _check(ladder: Sequence[Rung], options: argparse.Namespace) -> list[Rung]:
     """Run their checks (test.py) in the wanted precisions and head_dims; those that pass them all."""
     test.wanted[:] = ladder
-    items = list(
-        test.suite.items(["cuda"] if options.device.type == "cuda" else ["cpu", "cpu-check"])
-    )
+    targets = ["cuda"] if options.device.type == "cuda" else ["cpu", "cpu-check"]
+    head_dims = options.head_dim or HEAD_DIMS
+    items = [item for item in test.suite.items(targets) if item.case.head_dim in head_dims]
     groups = {}
     for rung in ladder:
         dtypes = [precision.dtype for precision in options.precisions if precision.has(rung)]
-        groups[str(rung)] = [
-            item for item in items
-            if item.case.rung == rung.number and item.case.dtype in dtypes
-            and item.case.head_dim in (options.head_dim or HEAD_DIMS)
-        ]  # fmt: skip
+        mine = [item for item in items if item.case.rung == rung.number]
+        groups[str(rung)] = [item for item in mine if item.case.dtype in dtypes]
     status = {result.name: result.status for result in run_groups(groups, options.seed)}
     if "not run" in status.values():  # the GPU is lost
         raise SystemExit(1)
@@ -184,7 +179,7 @@ def _profile(precision: Precision, ladder: Sequence[Rung], options: argparse.Nam
     cell = Cell(head_dim, seq, bool(options.causal))
     try:
         return _tables("profile", counters.profile(ladder, precision, cell), precision, options)
-    except counters.NoCounters as reason:
+    except NoCounters as reason:
         console.print(str(reason))
         return True
 

@@ -5,20 +5,18 @@ that the work grows with the length alone. Within a cell the launches are interl
 are therefore taken within a cell, and never between two runs.
 """
 
-import re
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from common.timing import Timing, float32_products, matmul_tflops, measure, microseconds
+from common.timing import Timing, float32_products, matmul_tflops, microseconds
 from common.timing import split_matmul_tflops as split_tflops
+from common.timing.compare import Measured, compare_times, seconds_of
+from common.timing.peers import MATH, PEERS, Peer
 from task4.ladder.call import ladder_attention, prepared
-from task4.ladder.methods import MATH, PEERS, Method, call_of
 from task4.ladder.rungs import BF16, FASTEST_FIRST, FP16, FP32, RUNGS, Rung, by_number
 
 TOKENS, HIDDEN = 16384, 2048
@@ -26,6 +24,7 @@ SEQS = (512, 1024, 2048, 4096, 8192, 16384)
 HEAD_DIMS = (64, 128, 256)
 EACH = 0.1  # seconds of measuring that each function gets in a cell, not counting the warm-up
 LONGEST = 0.3  # seconds that one run may take
+Method = Rung | Peer  # what is timed
 
 
 @dataclass(frozen=True)
@@ -109,17 +108,11 @@ class Cell:
         return [torch.randn(self.shape, device="cuda").to(precision.dtype) for _ in range(3)]
 
 
-@dataclass
-class Measured:
-    """What was measured on some tensors, by the methods' labels: times, or the reason that there is none."""
-
-    times: dict[str, Timing] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> "Measured":
-        times = {key: Timing(**timing) for key, timing in found["times"].items()}
-        return cls(times, found["left_out"])
+def call_of(method: Method, qkv: Sequence[Tensor], causal: bool) -> Callable[[], Tensor]:
+    """A function without arguments that runs the method on these tensors."""
+    if isinstance(method, Peer):
+        return partial(method.attention, *qkv, causal=causal)
+    return partial(ladder_attention, *qkv, causal=causal, rung=method.number)
 
 
 def time_cell(cell: Cell, ladder: Sequence[Rung], precision: Precision) -> Measured:
@@ -141,61 +134,23 @@ def time_cell(cell: Cell, ladder: Sequence[Rung], precision: Precision) -> Measu
 def time_methods(
     methods: Sequence[Method], qkv: Sequence[Tensor], causal: bool, precision: Precision
 ) -> Measured:
-    """Time them on the same tensors, interleaved. Left out is what does not run, or gives another result."""
-    calls = {method.label: call_of(method, qkv, causal) for method in methods}
+    """Time them on the same tensors, interleaved. Left out is what does not run, or gives another result.
+
+    Another than the last peer's, coarsely: how accurate each is has been tested before.
+    """
     with float32_products(tf32=precision.tf32):
-        outcomes = {key: _seconds(call) for key, call in calls.items()}
-        left_out = {key: found for key, found in outcomes.items() if isinstance(found, str)}
-        times = measure(
-            {key: call for key, call in calls.items() if key not in left_out},
+        return compare_times(
+            {method.label: call_of(method, qkv, causal) for method in methods},
+            references=[peer.label for peer in PEERS],
+            tolerance=8 * precision.eps,
             each=EACH,
-            check=lambda outputs: left_out.update(_unlike(outputs, precision)),
         )
-    return Measured({k: timing for k, timing in times.items() if k not in left_out}, left_out)
 
 
 @cache
 def _seconds_in(cell: Cell, method: Method, precision: Precision) -> float | str:
     with float32_products(tf32=precision.tf32):
-        return _seconds(call_of(method, cell.inputs(precision), cell.causal))
-
-
-_EMPTY = "kernel not used because|disabled"  # warnings of SDPA that give no reason
-
-
-def _seconds(call: Callable[[], Tensor]) -> float | str:
-    """How long one call takes, after a first one; or why it fails."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            call()
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-    except torch.cuda.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return "out of memory"
-    except ImportError as error:
-        return str(error)
-    except (RuntimeError, ValueError) as error:  # for a backend of SDPA its warnings say why
-        parts = [str(warning.message).partition(" (Triggered") for warning in said]
-        useful = [text for text, found, _ in parts if found and not re.search(_EMPTY, text)]
-        return " ".join((useful[-1] if useful else str(error).splitlines()[0]).split())
-    return start.elapsed_time(end) / 1e3
-
-
-def _unlike(outputs: Mapping[str, Tensor], precision: Precision) -> dict[str, str]:
-    """Whose result differs from the last peer's. Coarse: how accurate each is has been tested before."""
-    peers = [peer.label for peer in PEERS if peer.label in outputs]
-    if not peers:
-        return {}
-    truth = outputs[peers[-1]].float()
-    allowed = 8 * precision.eps * truth.abs().max()
-    errors = {key: (out.float() - truth).abs().max() for key, out in outputs.items()}
-    wrong = {key: error.item() for key, error in errors.items() if not error <= allowed}
-    return {k: f"wrong result: {error:.3g} away from {peers[-1]}" for k, error in wrong.items()}
+        return seconds_of(call_of(method, cell.inputs(precision), cell.causal))
 
 
 def host_cost(q: Tensor, k: Tensor, v: Tensor, rung: int | None = None) -> dict[str, float]:

@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from common.record import write_json
+from common.record.grid import Grid
+from common.record.typed import from_json
 from common.timing import Timing
-from task4.ladder.benchmark import Cell, Measured
-from task4.ladder.grid import Grid
-from task4.ladder.methods import Method
+from common.timing.compare import Measured
+from task4.ladder.benchmark import Cell, Method
 from task4.ladder.rungs import FOLDER
 
 TABLE = FOLDER / "table.json"
@@ -28,7 +29,7 @@ class Times:
 
     def find(self, cell: Cell, method: Method) -> Timing | None:
         """A method's time in a cell."""
-        found = self.cells.get(cell.key)
+        found = self.cell(cell)
         return found and found.times.get(method.label)
 
 
@@ -48,22 +49,10 @@ class Record:
     bars: Tables | None = None
     profile: Tables | None = None
 
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> "Record":
-        times, tables = found["times"], {name: found[name] for name in ("bars", "profile")}
-        if times:
-            times = Times(**times)
-            times.cells = {key: Measured.from_json(cell) for key, cell in times.cells.items()}
-        grids = {
-            k: t and Tables(t["run"], [Grid(**g) for g in t["grids"]]) for k, t in tables.items()
-        }
-        return cls(times, **grids)
-
 
 def load() -> dict[str, Record]:
     """The records by precision; none before the first run."""
-    found = json.loads(TABLE.read_text()) if TABLE.exists() else {}
-    return {name: Record.from_json(record) for name, record in found.items()}
+    return from_json(dict[str, Record], json.loads(TABLE.read_text()) if TABLE.exists() else {})
 
 
 def save(precision: str, part: str, found: Times | Tables) -> None:

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from common.marked import replace, write_atomically
 from common.record import describe_run, sources_hash
-from task4.ladder.benchmark import HEAD_DIMS, PRECISIONS, SEQS, Cell, Precision
-from task4.ladder.evidence.bars import ratio_grid
-from task4.ladder.grid import Grid
-from task4.ladder.methods import CUDNN, EFFICIENT, FA3, FLASH, PEERS, Method, Peer
+from common.record.grid import Grid
+from common.timing.peers import CUDNN, EFFICIENT, FA3, FLASH, PEERS, Peer
+from task4.ladder.benchmark import HEAD_DIMS, PRECISIONS, SEQS, Cell, Method, Precision
+from task4.ladder.evidence.bars import MASKS, ratio_grid
 from task4.ladder.record import Record, Run, Times
 from task4.ladder.rungs import FOLDER, RUNGS
 
@@ -112,8 +112,7 @@ def _section(precision: Precision, record: Record) -> list[str]:
         for name in (picture(precision, head_dim) for head_dim in HEAD_DIMS):
             if (FOLDER / name).exists():
                 lines += [f"![TFLOP/s and time over the sequence length]({name})", ""]
-        masks = [(head_dim, causal) for head_dim in HEAD_DIMS for causal in (False, True)]
-        grids = [length_grid(precision, times, *mask) for mask in masks]
+        grids = [length_grid(precision, times, *mask) for mask in MASKS.values()]
         lines += _joined([*grids, ratio_grid(precision, times.cell)])
         lines += [*(f"- {reason}" for reason in reasons(times)), "", *_run(times.run)]
     for tables in filter(None, (record.bars, record.profile)):

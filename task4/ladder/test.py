@@ -11,16 +11,16 @@ from itertools import product
 import torch
 
 from common.build import BuildError, builder, library
-from common.check import AttentionCase, Case, CheckFailed, Suite, assert_close
+from common.check import Case, CheckFailed, Suite, assert_close, launches
 from common.check.attention import (
     attention_float64,
     attention_fused_float32,
     attention_pytorch,
     mistakes,
 )
+from common.check.hard_inputs import HardCase
 from task4.ladder.call import ladder_attention
 from task4.ladder.evidence.accuracy import ALLOWED, INPUTS, YARDSTICK, compare
-from task4.ladder.evidence.inputs import add_to_scores
 from task4.ladder.rungs import BF16, FP16, FP32, RUNGS, by_number
 
 SOURCES = (
@@ -36,30 +36,14 @@ CUDA = ("cuda",)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class RungCase(AttentionCase):
+class RungCase(HardCase):
     """A case for one rung."""
 
     rung: int  # its number
     q_len: int = 0
     lengths: int = 0  # so many pairs of lengths are drawn instead
     scale: float | None = None
-    drift: tuple[float, float] | None = (
-        None  # added to the first key's scores and to the last's, in between in proportion
-    )
-    cliff: float | None = (
-        None  # added to key 40's, which is in the first block: 0 in the first row to all in the last
-    )
-    inputs: str = ""  # of evidence.inputs, instead
-
-    def numbers(self, rng):
-        q, k, v = super().numbers(rng)
-        if self.drift:
-            add_to_scores(q, k, torch.linspace(*self.drift, self.kv_len))
-        if self.cliff:
-            amounts = torch.zeros(self.kv_len)
-            amounts[40] = self.cliff
-            add_to_scores(q, k, amounts, rows=torch.linspace(0, 1, self.q_len))
-        return q, k, v
+    inputs: str = ""  # of common.check.hard_inputs, instead
 
 
 def _cases(*shapes):
@@ -102,7 +86,7 @@ def rung_of(case, device):
 def _build(device, check):
     todo = [r for r in wanted if (r.runs_on_cpu if device.type == "cpu" else r in _on_gpu())]
     with contextlib.suppress(BuildError):  # the check of the rung that does not compile says so
-        builder.make([library.target_for(r.source, device) for r in todo if r.source.exists()])
+        builder.make([library.target_for(r.source, device) for r in todo])
 
 
 # Attention -----------------------------------------------------------------------------------------------
@@ -241,55 +225,19 @@ def _prepare(case, device, rng):
     return functools.partial(ladder_attention, causal=case.causal, rung=rung.number), qkv
 
 
-def _expect_same(got, expected, when):
-    if not torch.equal(_bits(got), _bits(expected)):
-        raise CheckFailed(f"{when} the result differs from a launch's on the default stream")
-
-
-def _bits(t):
-    return t.view({2: torch.int16, 4: torch.int32}[t.element_size()])
-
-
 @suite.check("repeat", _repeated("1,000 launches on the same inputs give the same bits"))
 def launches_repeat(case, device, rng):
-    run, qkv = _prepare(case, device, rng)
-    first = _bits(run(*qkv))
-    different = torch.zeros((), dtype=torch.int64, device=device)
-    for _ in range(1000):
-        different += (_bits(run(*qkv)) != first).any()
-    if different:
-        raise CheckFailed(f"{int(different)} of 1000 launches gave another result than the first")
+    launches.assert_repeat(*_prepare(case, device, rng))
 
 
 @suite.check("repeat", _repeated("what a launch reads and writes is ordered by its stream alone"))
 def another_stream_gives_the_same(case, device, rng):
-    run, (q, k, v) = _prepare(case, device, rng)
-    expected = run(q, k, v)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(10_000_000)  # a launch on another stream than this one comes too early
-        got = run(q + 0.0, k, v)
-    torch.cuda.synchronize()
-    _expect_same(got, expected, "on another stream")
+    launches.assert_ordered_by_stream(*_prepare(case, device, rng))
 
 
 @suite.check("repeat", _repeated("a captured launch reads its inputs when it is replayed"))
 def a_cuda_graph_gives_the_same(case, device, rng):
-    run, qkv = _prepare(case, device, rng)
-    run(*qkv)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run(*qkv)
-    for t in qkv:
-        t.copy_(rng.randn(*t.shape, dtype=t.dtype))
-    expected = run(*qkv)
-    for _ in range(2):
-        got.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        _expect_same(got, expected, "when a CUDA graph is replayed on new inputs")
+    launches.assert_same_in_graph(*_prepare(case, device, rng), rng)
 
 
 test_ladder = suite.pytest()

@@ -9,20 +9,13 @@ import torch
 from torch import Tensor
 
 from common.check import Rng
-from task4.ladder.benchmark import (
-    HEAD_DIMS,
-    SEQS,
-    Cell,
-    Measured,
-    Precision,
-    host_cost,
-    time_methods,
-)
+from common.check.hard_inputs import FLOAT32, LAZY, make_inputs
+from common.record.grid import Grid
+from common.timing.compare import Measured
+from common.timing.peers import CUDNN, EFFICIENT, FA3, Peer
+from task4.ladder.benchmark import HEAD_DIMS, SEQS, Cell, Precision, host_cost, time_methods
 from task4.ladder.call import ladder_attention
 from task4.ladder.evidence.accuracy import ALLOWED, YARDSTICK, compare, worst
-from task4.ladder.evidence.inputs import FLOAT32, LAZY, make_inputs
-from task4.ladder.grid import Grid
-from task4.ladder.methods import CUDNN, EFFICIENT, FA3, Peer
 from task4.ladder.rungs import FP32, Rung
 
 HOST_US = 10  # microseconds that a call may cost the host
@@ -141,10 +134,8 @@ class Trial:
 
     def _host(self) -> Grid:
         ours = self._ours(128)
-        cost = host_cost(
-            *(self._rng("host").randn(1, 128, 4, 128, dtype=ours.dtypes[-1]) for _ in "qkv"),
-            ours.number,
-        )
+        q, k, v = (self._rng("host").randn(1, 128, 4, 128, dtype=ours.dtypes[-1]) for _ in "qkv")
+        cost = host_cost(q, k, v, ours.number)
         grid = Grid(f"{ours}: microseconds of the host per call (allowed: {HOST_US})", ["", *cost])
         *parts, whole = cost.values()
         judged = grid.judged(whole, HOST_US, at_most=True)
@@ -188,28 +179,24 @@ class Trial:
             shapes = (q_shape, kv_shape, kv_shape)
             qkv = [rng.randn(*shape, dtype=self.precision.dtype) for shape in shapes]
             found = self._timed(qkv, causal)
-            grid.rows.append(
-                [name, judged(grid, self._ours(q_shape[3], kv[0]), found, [CUDNN, FA3], None)]
-            )
+            ours = self._ours(q_shape[3], kv[0])
+            grid.rows.append([name, judged(grid, ours, found, [CUDNN, FA3], None)])
         return grid
 
     def _loss(self) -> Grid:
-        ours = self._ours(64)
-        what = list(product(ours.head_dims, ("rms", "largest")))
+        ours, errors = self._ours(64), ("rms", "largest")
         title = (
             f"{ours}: loss relative to {EFFICIENT.label}'s, mean of {SEEDS} seeds and both masks"
         )
-        grid = Grid(title, ["", *(f"{name}, d {d}" for d, name in what), "allowed"])
+        columns = [f"{error}, d {d}" for d, error in product(ours.head_dims, errors)]
+        grid = Grid(title, ["", *columns, "allowed"])
         for name, allowed in LOSS.items():
-            found = {
-                d: [
-                    compare(ours, name, self._rng(name, i), d, FP32, causal)
-                    for i, causal in product(range(SEEDS), (False, True))
-                ]
-                for d in ours.head_dims
-            }
-            means = (mean(ratios[error] for ratios in found[d]) for d, error in what)
-            texts = (grid.judged(ratio, allowed, at_most=True) for ratio in means)
+            texts = []
+            for d in ours.head_dims:
+                drawn = product(range(SEEDS), (False, True))
+                found = [compare(ours, name, self._rng(name, i), d, FP32, c) for i, c in drawn]
+                means = (mean(ratios[error] for ratios in found) for error in errors)
+                texts += [grid.judged(ratio, allowed, at_most=True) for ratio in means]
             grid.rows.append([name, *texts, f"{allowed:g}"])
         return grid
 

@@ -1,98 +1,43 @@
-"""What limits a rung, and the libraries' kernels: registers, spills, occupancy, and the hardware's counters.
+"""What limits each rung and each library's kernel in one cell. ``python -m task4.ladder --profile``."""
 
-The first come from the compiler's log and from PyTorch's profiler, which sees every launch. The counters are read by
-ncu (Nsight Compute), which comes with the CUDA toolkit and needs permission; without it that part is left out.
-"""
-
-import csv
 import json
-import math
-import re
-import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from functools import partial
 
-import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity
 
-from common.build import library
-from common.build.cli import resources
-from common.paths import ROOT
-from task4.ladder.benchmark import PRECISIONS, Cell, Precision
-from task4.ladder.grid import Grid
-from task4.ladder.methods import MATH, Method, Peer, call_of
-from task4.ladder.rungs import Rung
-
-SECONDS = 300  # for ncu in all; it runs each kernel a few dozen times
-SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "SchedulerStats", "WarpStateStats")
-PERMISSION = (
-    "ncu may not read the GPU's counters (ERR_NVGPUCTRPERM). The administrator allows it with the driver option"
-    " NVreg_RestrictProfilingToAdminUsers=0, or runs this as root; in a container it takes --cap-add SYS_ADMIN."
-)
-
-# By the column's title: which of ncu's counters, in per cent of what the unit could do; the largest one counts.
-_PEAK = r"\.avg\.pct_of_peak_sustained_(active|elapsed)"
-UNITS = {
-    "tensor": r"sm__(inst_executed_)?pipe_tensor\w*" + _PEAK,
-    "issue": r"sm__inst_issued" + _PEAK,
-    "MUFU": r"sm__inst_executed_pipe_xu\w*" + _PEAK,
-    "FMA": r"sm__(inst_executed_)?pipe_fma\w*" + _PEAK,
-    "ALU": r"sm__(inst_executed_)?pipe_alu\w*" + _PEAK,
-    "L1/shared": r"l1tex__throughput" + _PEAK,
-    "L2": r"lts__throughput\.avg\.pct_of_peak_sustained_elapsed",
-    "DRAM": r"(gpu__dram|dram__)_?throughput\.avg\.pct_of_peak_sustained_elapsed",
-}
-_STALL = (
-    r"smsp__average_warps?_(?:latency_)?issue_stalled_(?!selected|\w*not_issued)(\w+?)"
-    r"(?:_per_issue_active)?\.(?:ratio|pct)"
-)
-_NUMBER = re.compile(r"-?\d+(\.\d+)?(e[-+]?\d+)?", re.IGNORECASE)
-RESOURCES = (
-    "kernel",
-    "registers",
-    "spilled B",
-    "shared KiB",
-    "threads",
-    "blocks",
-    "blocks/SM",
-    "occupancy",
-)
-
-
-class NoCounters(Exception):
-    """Why ncu cannot count."""
+from common.record.grid import Grid
+from common.timing.counters import COUNTERS, RESOURCES, Subject, count, resources, run_counted
+from common.timing.peers import MATH, Peer
+from task4.ladder.benchmark import PRECISIONS, Cell, Method, Precision, call_of
+from task4.ladder.rungs import RUNGS, Rung
 
 
 def profile(ladder: Sequence[Rung], precision: Precision, cell: Cell) -> Iterator[Grid]:
-    """What limits each rung and each library's kernel: what they take of an SM, then what ncu counts.
+    """What the kernels of these rungs and of the libraries take of an SM, then what ncu counts.
 
     Raises:
         NoCounters: it cannot.
     """
-    labels: list[str] = []
-    kernels: list[list[str]] = []
-    refused: list[list[str]] = []
-    for method in precision.methods:
-        fits = method in ladder and cell.head_dim in method.head_dims
-        if fits or isinstance(method, Peer) and method != MATH:  # which launches dozens of kernels
-            try:
-                kernels += [[method.label, *row] for row in _launched(method, precision, cell)]
-                labels.append(method.label)
-            except (RuntimeError, ImportError) as error:  # a library that does not take these
-                reason = str(error).splitlines()[0]
-                refused.append([method.label, reason, *["-"] * (len(RESOURCES) - 1)])
     title = f"{precision.name}, {cell.key}"
-    yield Grid(f"{title}: resources", ["", *RESOURCES], kernels + refused)
-    counted = _count(labels, len(kernels), precision, cell)
-    title += ": ncu, in per cent of what each unit could do"
-    rows = [[*kernel[:2], *_busy(row)] for kernel, row in zip(kernels, counted, strict=True)]
-    yield Grid(title, ["", "kernel", *UNITS, "waits mostly for"], rows)
+    kernels, refused = resources(_subjects(ladder, precision, cell))
+    yield Grid(f"{title}: resources", RESOURCES, kernels + refused)
+    command = [sys.executable, "-m", __spec__.name, precision.name, json.dumps(asdict(cell))]
+    counted = count(kernels, command, advice="ask for fewer rungs with --rung")
+    yield Grid(f"{title}: ncu, in per cent of what each unit could do", COUNTERS, counted)
+
+
+def _subjects(ladder: Sequence[Rung], precision: Precision, cell: Cell) -> list[Subject]:
+    return [
+        Subject(
+            m.label, partial(_call, m, precision, cell), m.source if isinstance(m, Rung) else None
+        )
+        for m in precision.methods
+        if (m in ladder and cell.head_dim in m.head_dims)
+        or (isinstance(m, Peer) and m != MATH)  # which launches dozens of kernels
+    ]
 
 
 def _call(method: Method, precision: Precision, cell: Cell) -> Callable[[], Tensor]:
@@ -102,126 +47,6 @@ def _call(method: Method, precision: Precision, cell: Cell) -> Callable[[], Tens
     return call_of(method, inputs, cell.causal)
 
 
-def _launched(method: Method, precision: Precision, cell: Cell) -> list[list[str]]:
-    """``RESOURCES`` of the kernels of one call: from PyTorch's profiler and, for a rung, the compiler's log."""
-    call = _call(method, precision, cell)
-    call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        call()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        seen.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    spills: dict[str, int] = {}
-    gpu = torch.device("cuda", torch.cuda.current_device())
-    if isinstance(method, Rung) and (log := library.target_for(method.source, gpu).log).exists():
-        spills = _spills(log.read_text())
-    properties = torch.cuda.get_device_properties(gpu)
-    launches = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])
-    return [_kernel(event["name"], event["args"], spills, properties) for event in launches]
-
-
-def _kernel(name: str, launch: Mapping[str, Any], spills: Mapping[str, int], gpu: Any) -> list[str]:
-    """``RESOURCES`` from a kernel's entry in the profiler's trace."""
-    registers, shared = launch.get("registers per thread", 0), launch.get("shared memory", 0)
-    threads, blocks = (math.prod(launch.get(what, [])) for what in ("block", "grid"))
-    warps, all_warps = -(-threads // 32), gpu.max_threads_per_multi_processor // 32
-    of_a_block = -(-32 * registers // 256) * 256 * warps  # a warp's registers come in units of 256
-    fits = [32, all_warps // warps, gpu.regs_per_multiprocessor // max(1, of_a_block)]
-    fits.append(gpu.shared_memory_per_multiprocessor // (-(-shared // 128) * 128 + 1024))
-    return [
-        re.sub(r"^void |\(.*$|<.*$", "", name)[:40], f"{registers}", f"{spills.get(_plain(name), '-')}",
-        f"{shared / 1024:.1f}", f"{threads}", f"{blocks:,}", f"{min(fits)}", f"{min(fits) * warps / all_warps:.0%}",
-    ]  # fmt: skip
-
-
-def _spills(log: str) -> dict[str, int]:
-    """Bytes stored and loaded again, by kernel, from what ptxas said."""
-    lines = (line.partition(": ") for line in resources(log))
-    sizes = r"(\d+) B (?:stored|loaded)"
-    return {_plain(name): sum(map(int, re.findall(sizes, said))) for name, _, said in lines}
-
-
-def _plain(name: str) -> str:
-    """A kernel's name without what demanglers write differently: the return type, spaces, arguments."""
-    name = re.sub(r"\s+|\(anonymous namespace\)::|<unnamed>::", "", re.sub(r"^void ", "", name))
-    return re.sub(r"\([^()]*\)$", "", name)
-
-
-# ---- ncu
-
-
-def _count(
-    labels: Sequence[str], number: int, precision: Precision, cell: Cell
-) -> list[dict[str, float]]:
-    """What ncu counts in so many kernels of these methods, by its own names.
-
-    Raises:
-        NoCounters: it cannot.
-    """
-    ncu = shutil.which("ncu")
-    if ncu is None:
-        raise NoCounters(
-            "no counters: there is no ncu (Nsight Compute, part of the CUDA toolkit) on PATH"
-        )
-    command = [
-        ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw",
-        *(word for name in SECTIONS for word in ("--section", name)),
-        sys.executable, "-m", __spec__.name, precision.name, json.dumps(asdict(cell)), *labels,
-    ]  # fmt: skip
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        what = f"no counters: ncu took more than {SECONDS} s; ask for fewer rungs with --rung"
-        raise NoCounters(what) from None
-    said = done.stdout + done.stderr
-    if "ERR_NVGPUCTRPERM" in said:
-        raise NoCounters(PERMISSION)
-    rows = list(_rows(done.stdout))
-    if len(rows) != number:
-        tail = "\n".join(line[:160] for line in said.strip().splitlines()[-12:])
-        raise NoCounters(
-            f"no counters: ncu saw {len(rows)} kernels and not {number}. It said:\n{tail}"
-        )
-    return rows
-
-
-def _rows(output: str) -> Iterator[dict[str, float]]:
-    """The counters of each kernel in ncu's CSV; what is printed before it, and the line of units, are left out."""
-    lines = output.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    for row in csv.DictReader(lines[start:]):
-        if (row.get("ID") or "").isdigit():
-            found = {name: (text or "").replace(",", "") for name, text in row.items() if name}
-            yield {name: float(text) for name, text in found.items() if _NUMBER.fullmatch(text)}
-
-
-def _busy(row: Mapping[str, float]) -> list[str]:
-    """How busy each of ``UNITS`` is, and what a warp waits for longest between two instructions."""
-    texts = []
-    for pattern in UNITS.values():
-        values = [value for name, value in row.items() if re.fullmatch(pattern, name)]
-        texts.append(f"{max(values):.0f}" if values else "-")
-    found = ((re.fullmatch(_STALL, name), value) for name, value in row.items())
-    waits = {match[1].replace("_", " "): value for match, value in found if match}
-    return [*texts, max(waits, key=waits.__getitem__, default="-")]
-
-
-def _launch(precision: Precision, cell: Cell, labels: Sequence[str]) -> None:
-    """What runs under ncu: one call of each method is profiled."""
-    for method in sorted(
-        (m for m in precision.methods if m.label in labels), key=lambda m: labels.index(m.label)
-    ):
-        call = _call(method, precision, cell)
-        call()
-        torch.cuda.synchronize()
-        torch.cuda.cudart().cudaProfilerStart()
-        call()
-        torch.cuda.synchronize()
-        torch.cuda.cudart().cudaProfilerStop()
-
-
 if __name__ == "__main__":
-    _launch(PRECISIONS[sys.argv[1]], Cell(**json.loads(sys.argv[2])), sys.argv[3:])
+    precision, cell = PRECISIONS[sys.argv[1]], Cell(**json.loads(sys.argv[2]))
+    run_counted(_subjects(RUNGS, precision, cell), sys.argv[3:])

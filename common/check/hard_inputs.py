@@ -1,15 +1,17 @@
 """Inputs that a kernel may find hard, by name."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from common.check import Rng
+from common.check import AttentionCase, Rng
 
-# What the checks compare the accuracy on: in 16 bits the first three, in float32 all.
+# What accuracy is compared on: in 16 bits the first three, in float32 all.
 ACCURACY = ("normal", "large scores", "one huge key", "rows 1e4 apart", "heads 1e4 apart", "tiny values")  # fmt: skip
 # float32 at its limits.
 FLOAT32 = ("rows of 1e4 x larger scores", "one key of 1e3", "15 decades of v", "subnormal v")
-# What a lazy maximum may find hard: the first two move it all the time.
+# What a running maximum may find hard: the first two move it all the time.
 LAZY = ("rising scores", "jumps of more than 2^126", "sharp", "local", "sink", "spikes", "outliers")
 
 
@@ -72,3 +74,26 @@ def add_to_scores(q: Tensor, k: Tensor, amounts: Tensor, rows: Tensor | None = N
     share = torch.ones(q.shape[1]) if rows is None else rows
     q[..., 0] = 8 * share[:, None].to(q)
     k[..., 0] = (amounts * k.shape[3] ** 0.5 / 8)[:, None].to(k)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class HardCase(AttentionCase):
+    """A case whose scores move the running maximum.
+
+    Args:
+        drift: added to the first key's scores and to the last's, in between in proportion.
+        cliff: added to key 40's, which is in the first block: 0 in the first row to all in the last.
+    """
+
+    drift: tuple[float, float] | None = None
+    cliff: float | None = None
+
+    def numbers(self, rng: Rng) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().numbers(rng)
+        if self.drift:
+            add_to_scores(q, k, torch.linspace(*self.drift, self.kv_len))
+        if self.cliff:
+            amounts = torch.zeros(self.kv_len)
+            amounts[40] = self.cliff
+            add_to_scores(q, k, amounts, rows=torch.linspace(0, 1, self.q_len))
+        return q, k, v

@@ -1,7 +1,7 @@
-"""What is timed: the rungs, and the libraries' kernels to compare them with."""
+"""The libraries' attention kernels, which ours are compared with: PyTorch's by backend, and FlashAttention-3."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -9,18 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
-from common.timing import Backend, sdpa
-from task4.ladder.call import ladder_attention
-from task4.ladder.rungs import Rung
+from common.timing.sdpa import Backend, sdpa
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A library's kernel: ``attention(q, k, v, causal=...)``."""
+    """A library's kernel: ``attention(q, k, v, causal=...)`` on ``(batch, seq, heads, head_dim)``."""
 
     label: str
     attention: Callable[..., Tensor]
-    split = False
+    split = False  # none multiplies float32 in 16-bit parts
 
 
 def _fa3_module() -> Any:
@@ -50,11 +48,3 @@ def fa3_version() -> str:
 MATH, EFFICIENT, FLASH, CUDNN = (Peer(b.value, partial(sdpa, backend=b)) for b in Backend)
 FA3 = Peer("FlashAttention-3", _fa3)
 PEERS = (MATH, EFFICIENT, FLASH, CUDNN, FA3)
-Method = Rung | Peer
-
-
-def call_of(method: Method, qkv: Sequence[Tensor], causal: bool) -> Callable[[], Tensor]:
-    """A function without arguments that runs the method on these tensors."""
-    if isinstance(method, Peer):
-        return partial(method.attention, *qkv, causal=causal)
-    return partial(ladder_attention, *qkv, causal=causal, rung=method.number)
