@@ -199,6 +199,19 @@ def _plan_cpu(source: Path, check: bool) -> Target:
     return Target(source, "cpu", built_for, str(compiler), commands, path, files, needs=(runtime,))
 
 
+def plan_host(source: Path) -> Target:
+    """The target for a C++ source without kernels, which Python calls. Python's own functions are found at load."""
+    compiler = toolchain.cpp_compiler()
+    undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
+    command = (
+        compiler.path, *CPP_FLAGS, "-O2", "-shared", *undefined, display(source), "-o", OUT,
+    )  # fmt: skip
+    files = closure(source, ())
+    digest = _digest(files, [*command, str(compiler)])
+    path = _library(source, "host", digest)
+    return Target(source, "cpu", "Python", str(compiler), (command,), path, files)
+
+
 @cache
 def cpu_runtime() -> Target:
     """The library that runs the blocks and threads of every CPU kernel."""

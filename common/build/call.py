@@ -9,7 +9,7 @@ a set that is free, or creates one.
 """
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from common.build.signature import INT_MAX, INT_MIN, POINTER, WANTED, View, layout
@@ -17,8 +17,21 @@ from common.build.signature import INT_MAX, INT_MIN, POINTER, WANTED, View, layo
 Arguments = dict[str, Any]  # by the names that they have in the .cu
 
 
+class Gpu(NamedTuple):
+    """A GPU, and torch's functions for it."""
+
+    index: int
+    current: Callable[[], int]  # the index of the current GPU
+    current_stream: Callable[[int], int]  # the handle of a GPU's current stream
+    made_current: Callable[[int], Any]  # a context in which a GPU is the current one
+
+
 def caller(
-    name: str, types: dict[str, type], device: Any, run: Callable[..., Any]
+    name: str,
+    types: dict[str, type],
+    device: Any,
+    run: Callable[..., Any],
+    gpu: Gpu | None = None,
 ) -> Callable[[Arguments], Any]:
     """A function that takes the arguments by name and returns what ``run`` returns of them.
 
@@ -27,6 +40,7 @@ def caller(
         types: of its parameters.
         device: where all tensors must be.
         run: takes the values in the order of ``types``, as ctypes does.
+        gpu: is made the current one for ``run``, which takes its current stream after the values.
 
     What is returned raises:
         TypeError: an argument is missing, not known, or not of its type.
@@ -53,8 +67,9 @@ def caller(
         "run": run,
         "misfits": (KeyError, AttributeError, TypeError, ValueError, ctypes.ArgumentError),
         "misfit": lambda arguments: _misfit(name, types, device, arguments),
+        **(gpu._asdict() if gpu else {}),
     }
-    exec(compile(_source(types), f"<call of {name}>", "exec"), scope)
+    exec(compile(_source(types, gpu is not None), f"<call of {name}>", "exec"), scope)
     return scope["call"]
 
 
@@ -76,12 +91,22 @@ class _Slot:
         self.laid_out = shape, strides, device
 
 
-def _source(types: dict[str, type]) -> str:
+_MAKE_CURRENT = """
+    if current() != index:
+        with made_current(index):
+            return call(arguments)
+"""
+
+
+def _source(types: dict[str, type], on_gpu: bool) -> str:
     """The source of what ``caller`` returns: a{i} is argument i, s{i} its slot if it is a View."""
     views = "".join(f"s{i}, " for i, wanted in enumerate(types.values()) if wanted is View)
-    values = (f"s{i}.view" if t is View else f"a{i}" for i, t in enumerate(types.values()))
+    values = [f"s{i}.view" if t is View else f"a{i}" for i, t in enumerate(types.values())]
+    if on_gpu:
+        values.append("current_stream(index)")
     return f"""
 def call(arguments):
+    {_MAKE_CURRENT if on_gpu else ""}
     try:
         if len(arguments) != {len(types)}: raise TypeError
         {_lines(f"a{i} = arguments[{name!r}]" for i, name in enumerate(types))}
@@ -148,78 +173,3 @@ def _misfit(
             except ValueError as error:
                 return ValueError(f"{name}: {keyword} {error}")
     return None
-
-
-# ---- with everything but the addresses filled in beforehand
-
-
-class Gpu(NamedTuple):
-    """A GPU, and torch's functions for it."""
-
-    index: int
-    current: Callable[[], int]  # the index of the current GPU
-    current_stream: Callable[[int], int]  # the handle of a GPU's current stream
-    made_current: Callable[[int], Any]  # a context in which a GPU is the current one
-
-
-def converted(types: Iterable[type], values: Sequence[Any]) -> list[Any]:
-    """The values as ctypes objects that hold copies.
-
-    Raises:
-        TypeError: one is not of its type.
-    """
-    return [
-        View.from_buffer_copy(value) if wanted is View else wanted(value)
-        for wanted, value in zip(types, values, strict=True)
-    ]
-
-
-def prepared(
-    function: Any, values: Sequence[Any], gpu: Gpu, failed: Callable[[int], None]
-) -> Callable[..., None]:
-    """A function of tensors that calls a launcher with these values, but with the addresses of the tensors.
-
-    Args:
-        function: of ctypes. Its types are dropped: given ctypes objects it converts nothing.
-        values: ctypes objects, of which the Views and pointers get the addresses, in order.
-        gpu: where the tensors are; its current stream is added.
-        failed: gets the status if it is not 0.
-    """
-    function.argtypes = None
-    free: list[tuple[Any, ...]] = []
-
-    def make() -> tuple[Any, ...]:
-        arguments = [type(value).from_buffer_copy(value) for value in values]
-        # Of a View its first field, data.
-        addresses = (
-            ctypes.c_void_p.from_buffer(a) for a in arguments if type(a) in (View, POINTER)
-        )
-        stream = ctypes.c_void_p()
-        return [*arguments, stream], stream, *addresses
-
-    tensors = [type(value) for value in values if type(value) in (View, POINTER)]
-    scope = {"free": free, "make": make, "function": function, "failed": failed, **gpu._asdict()}
-    exec(compile(_prepared_source(tensors), "<prepared call>", "exec"), scope)
-    return scope["call"]
-
-
-def _prepared_source(types: Sequence[type]) -> str:
-    """The source of what ``prepared`` returns: t{i} is tensor i, a{i} where its address goes."""
-    tensors, addresses = (", ".join(f"{x}{i}" for i in range(len(types))) for x in "ta")
-    address = {View: "t{0}.data_ptr()", POINTER: "None if t{0} is None else t{0}.data_ptr()"}
-    return f"""
-def call({tensors}):
-    if current() != index:
-        with made_current(index):
-            return call({tensors})
-    try:
-        mine = free.pop()
-    except IndexError:
-        mine = make()
-    arguments, stream, {addresses} = mine
-    {_lines((f"a{i}.value = {address[wanted].format(i)}" for i, wanted in enumerate(types)), 4)}
-    stream.value = current_stream(index)
-    status = function(*arguments)
-    free.append(mine)
-    if status: failed(status)
-"""

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from common.build import builder, signature, toolchain
-from common.build.call import Arguments, Gpu, caller, converted, prepared
-from common.build.signature import POINTER, View
+from common.build.call import Arguments, Gpu, caller
 
 ORDERS = ("forward", "reverse", "random")
 
@@ -105,7 +104,7 @@ class Kernels:
     def __init__(self, file: str, source: str) -> None:
         self.source = Path(file).resolve().parent / source
         # (name, torch.device, check build) -> the function that does the call
-        self._calls: dict[tuple[str, Any, bool], Callable[[dict[str, Any]], None]] = {}
+        self._calls: dict[tuple[str, Any, bool], Callable[[Arguments], int | None]] = {}
 
     def launch(self, name: str, /, **arguments: Any) -> None:
         """Run a launcher on the device of its tensors, on torch's current stream.
@@ -126,28 +125,17 @@ class Kernels:
         call = self._calls.get(key)
         if call is None:
             call = self._calls[key] = self._launcher(*key)
-        call(arguments)
+        if status := call(arguments):
+            _fail(name, status)
 
-    def prepare(self, name: str, /, **arguments: Any) -> Callable[..., None]:
-        """:meth:`launch` for callers to whom a microsecond matters: all is checked here, and nothing launched.
-
-        Returns:
-            A function of the tensors alone, in the order of the .cu (None where a pointer may be null), which launches
-            and raises KernelError. It checks nothing: the tensors must have the shapes, strides and device of the ones
-            given here. Threads may share it.
+    def address(self, name: str, device: Any) -> int:
+        """Where a launcher is in memory as built for this GPU, for code in C that calls it.
 
         Raises:
             As :meth:`launch`.
         """
-        device = _device_of(name, arguments)
-        function, types = self._function(name, device, _settings.check, launcher=True)
-        convert = caller(name, types, device, lambda *values: converted(types.values(), values))
-        values = convert(arguments)
-        if device.type == "cuda":
-            return prepared(function, values, _gpu(device), functools.partial(_fail, name))
-        tensors = [n for n, wanted in types.items() if wanted in (View, POINTER)]
-        numbers = {n: value for n, value in arguments.items() if n not in tensors}
-        return lambda *given: self.launch(name, **dict(zip(tensors, given, strict=True)), **numbers)
+        function, _ = self._function(name, device, check=False, launcher=True)
+        return ctypes.cast(function, ctypes.c_void_p).value
 
     def query(self, name: str, device: Any, /, **arguments: Any) -> int:
         """What a query of the .cu, as built for this device, returns.
@@ -192,10 +180,10 @@ class Kernels:
         function.argtypes = [*known[name].parameters.values(), *[ctypes.c_void_p] * launcher]
         return function, known[name].parameters
 
-    def _launcher(self, name: str, device: Any, check: bool) -> Callable[[dict[str, Any]], None]:
+    def _launcher(self, name: str, device: Any, check: bool) -> Callable[[Arguments], int | None]:
         function, types = self._function(name, device, check, launcher=True)
         if device.type == "cuda":
-            return caller(name, types, device, _run_on_gpu(name, function, device))
+            return caller(name, types, device, function, _gpu(device))
         call = caller(name, types, device, _run_on_cpu(name, function))
         return _registering(call) if check else call
 
@@ -232,22 +220,6 @@ def _gpu(device: Any) -> Gpu:
     # torch.cuda.current_stream() builds an object: 3 us
     stream = torch._C._cuda_getCurrentRawStream
     return Gpu(device.index, torch._C._cuda_getDevice, stream, torch.cuda.device)
-
-
-def _run_on_gpu(name: str, function: Any, device: Any) -> Callable[..., None]:
-    """What calls a launcher with these values."""
-    index, current, current_stream, made_current = _gpu(device)
-
-    def run(*values: Any) -> None:
-        if current() == index:
-            status = function(*values, current_stream(index))
-        else:
-            with made_current(index):
-                status = function(*values, current_stream(index))
-        if status:
-            _fail(name, status)
-
-    return run
 
 
 def _fail(name: str, status: int) -> NoReturn:

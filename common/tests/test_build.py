@@ -600,22 +600,6 @@ def test_a_query_is_answered_by_the_cu(views, device):
         views.launch("answer", x=x)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_prepared_launch(kernels, device):
-    inp = torch.randn(1000, device=device)
-    out = torch.empty_like(inp)
-    scale = kernels.prepare("scale", inp=inp, out=out, rows=1, n=1000, by=2.0)
-    for inp in torch.randn(3, 1000, device=device):
-        scale(inp, out)
-        assert torch.equal(out, 2 * inp)
-    with pytest.raises(TypeError, match="n must be an int; got float 2.5"):
-        kernels.prepare("scale", inp=inp, out=out, rows=1, n=2.5, by=2.0)
-    none = kernels.prepare("scale", inp=inp, out=out, rows=1, n=0, by=2.0)  # a grid of 0 blocks
-    with pytest.raises(KernelError, match="(?i)invalid"):
-        none(inp, out)
-    scale(inp, out)
-
-
 def test_a_launch_whose_kernel_does_not_compile(tmp_path):
     source = write_kernel(tmp_path / "broken", KERNEL + "oops\n")
     with pytest.raises(BuildError, match=r"kernel\.cu:15:1: error"):

@@ -4,14 +4,13 @@ import contextlib
 import ctypes
 import sys
 import threading
-import time
 
 import pytest
 import torch
 
-from common.build import Kernels, builder, call
+from common.build import Kernels, call
 from common.build.call import Gpu
-from common.build.signature import View, exports
+from common.build.signature import POINTER, View
 
 SUM = """\
 #include "tensor.cuh"
@@ -33,72 +32,50 @@ def source(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def prepared(source):
-    """What a GPU gets from ``Kernels.prepare``, around a launcher for the CPU."""
-    (library,) = builder.build([source])
+class Current:
+    """The GPU that is the current one: 0, unless a context changes it."""
 
-    def prepare(
-        x, y, out, fail=0, by=2.0, failed=lambda status: None, current=lambda: 1, made_current=None
-    ):
-        function = ctypes.CDLL(str(library))["sum"]
-        types = exports(source)["sum"].parameters.values()
-        addresses = [None if t is None else t.data_ptr() for t in (x, out)]
-        values = call.converted(types, (addresses[0], View.of(y), addresses[1], fail, by))
-        # Asked once the addresses are there: another thread gets its turn.
-        stream = lambda index: time.sleep(0)  # noqa: E731
-        gpu = Gpu(1, current, stream, made_current)
-        return call.prepared(function, values, gpu, failed)
+    index = 0
 
-    return prepare
-
-
-def test_a_prepared_call_changes_the_addresses_alone(prepared):
-    x, y, out = torch.randn(9), torch.randn(18)[::2], torch.empty(9)
-    add = prepared(x, y, out)
-    add(x, y, out)
-    assert torch.equal(out, x + 2 * y)
-    x, y, out = torch.randn(9), torch.randn(18)[::2], torch.empty(9)
-    add(None, y, out)
-    assert torch.equal(out, 2 * y)
-    add(x, y, out)
-    assert torch.equal(out, x + 2 * y)
-
-
-def test_a_prepared_call_says_what_failed(prepared):
-    x, failures = torch.zeros(3), []
-    prepared(x, x, x, fail=1, failed=failures.append)(x, x, x)
-    assert failures == [1]
-    with pytest.raises(TypeError):
-        prepared(x, x, x, by="2")
-
-
-def test_a_prepared_call_makes_its_gpu_the_current_one(prepared):
-    current = [0]
+    def __call__(self):
+        return self.index
 
     @contextlib.contextmanager
-    def made_current(index):
-        before, current[0] = current[0], index
+    def made(self, index):
+        before, self.index = self.index, index
         yield
-        current[0] = before
-
-    x, out = torch.randn(3), torch.empty(3)
-    prepared(x, x, out, current=lambda: current[0], made_current=made_current)(x, x, out)
-    assert torch.equal(out, 3 * x) and current == [0]
+        self.index = before
 
 
-@pytest.mark.parametrize("how", ["launch", "prepared"])
-def test_threads_share_a_call(source, prepared, how):
-    kernels, zeros = Kernels(str(source), "sum.cu"), torch.zeros(12)[::2]
-    by_name = lambda x, y, out: kernels.launch("sum", x=x, y=y, out=out, fail=0, by=2.0)  # noqa: E731
-    add = by_name if how == "launch" else prepared(zeros, zeros, zeros)
+def test_a_call_makes_its_gpu_the_current_one_and_passes_its_stream():
+    x, current, calls = torch.randn(3, 4), Current(), []
+
+    def run(*values):
+        calls.append((current(), values))
+        return 7
+
+    gpu = Gpu(1, current, lambda index: 100 + index, current.made)
+    types = {"x": View, "y": POINTER, "n": ctypes.c_int}
+    show = call.caller("show", types, x.device, run, gpu)
+    assert show({"n": 5, "y": None, "x": x}) == 7
+    current.index = 1
+    assert show({"x": x, "y": x, "n": 5}) == 7
+    (during, (view, null, n, stream)), (_, (_, address, *_)) = calls
+    assert (during, null, n, stream, address) == (1, None, 5, 101, x.data_ptr())
+    assert (view.data, list(view.sizes)) == (x.data_ptr(), [3, 4, 1, 1])
+    with pytest.raises(ValueError, match="n must fit 32 bits"):
+        show({"x": x, "y": x, "n": 2**31})
+
+
+def test_threads_share_a_call(source):
+    kernels = Kernels(str(source), "sum.cu")
     wrong = []
 
     def work(value: float) -> None:
         x, y = torch.full((6,), value), torch.full((12,), value)[::2]
         for _ in range(1000):
             out = torch.zeros(6)
-            add(x, y, out)
+            kernels.launch("sum", x=x, y=y, out=out, fail=0, by=2.0)
             if not torch.equal(out, 3 * x):
                 wrong.append(value)
 

@@ -9,7 +9,6 @@ A rung is compiled when it is first called.
 import functools
 import logging
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from common.build import Kernels, dtype_code
 from common.inputs import check_attention
+from task4.ladder import known_calls
 from task4.ladder.rungs import WIDEST, Rung, choose
 
 log = logging.getLogger("task4.ladder")
@@ -50,7 +50,8 @@ def ladder_attention(
     Raises:
         ValueError: arguments that do not fit, named; or a rung that cannot take them, with those that can.
     """
-    return prepared(q, k, v, causal, scale, rung)(q, k, v)
+    out = known_calls.launch(q, k, v, causal, scale, rung)
+    return prepared(q, k, v, causal, scale, rung)(q, k, v) if out is None else out
 
 
 def prepared(
@@ -61,7 +62,7 @@ def prepared(
     scale: float | None,
     rung: int | None = None,
 ) -> "Call":
-    """What :func:`ladder_attention` calls: everything is checked, and a rung chosen.
+    """What :func:`ladder_attention` calls if the call is not known: everything is checked, and a rung chosen.
 
     A call like an earlier one (same shapes, strides, dtype, device, alignment) uses what was found for that one: it
     costs a look-up.
@@ -109,7 +110,8 @@ class Call:
             log.info("%s instead of %s", self.rung, reason)
         self._out = dict(size=(batch, q_len, heads, head_dim), dtype=q.dtype, device=q.device)
         self._nothing = not (batch and q_len and heads and kv_len)
-        self._counted = self.rung.counter and causal
+        self._given = causal, scale, rung
+        self._counted = self.rung.counter and bool(causal)
         own = kernels(self.rung)
         asked = own.has_query("workspace_bytes") and not self._nothing
         self._scratch = own.query("workspace_bytes", q.device, q=q, k=k) if asked else 0
@@ -117,17 +119,18 @@ class Call:
             scale=1 / math.sqrt(head_dim) if scale is None else float(scale), causal=int(causal),
             dtype=dtype_code(q.dtype),
         )  # fmt: skip
-        self._launch: Callable[..., None] | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._nothing:  # no rows, or rows that see no key
             return torch.zeros(**self._out)
         out, workspace = self.allocate()
-        if self._launch is None:
-            self._launch = kernels(self.rung).prepare(
-                "attention", q=q, k=k, v=v, out=out, workspace=workspace, **self._numbers
-            )
-        self._launch(q, k, v, out, workspace)
+        own = kernels(self.rung)
+        own.launch("attention", q=q, k=k, v=v, out=out, workspace=workspace, **self._numbers)
+        if self.rung.hopper and not torch.cuda.is_current_stream_capturing():
+            known_calls.add(
+                (q, k, v), self._given, own.address("attention", q.device), **self._numbers,
+                workspace=workspace, counted=self._counted,
+            )  # fmt: skip
         return out
 
     def allocate(self) -> tuple[Tensor, Tensor | None]:
