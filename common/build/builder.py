@@ -28,6 +28,7 @@ from common.paths import ROOT
 
 BUILD = ROOT / ".build"
 INCLUDE = ROOT / "common/include"
+HERE = ROOT / "common/build"
 
 # In a command: the library, the object file, and the folder of rewritten sources, in this build's own folder.
 OUT, OBJECT, TREE = "{work}.out", "{work}.o", "{work}.tree"
@@ -204,9 +205,10 @@ def plan_host(source: Path) -> Target:
     compiler = toolchain.cpp_compiler()
     undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
     command = (
-        compiler.path, *CPP_FLAGS, "-O2", "-shared", *undefined, display(source), "-o", OUT,
+        compiler.path, *CPP_FLAGS, "-O2", "-shared", *undefined, f"-I{display(HERE)}",
+        display(source), "-o", OUT,
     )  # fmt: skip
-    files = closure(source, ())
+    files = closure(source, (HERE,))
     digest = _digest(files, [*command, str(compiler)])
     path = _library(source, "host", digest)
     return Target(source, "cpu", "Python", str(compiler), (command,), path, files)

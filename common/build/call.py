@@ -1,18 +1,19 @@
 """From keywords to a call of C: tensors and numbers become what ctypes passes, and what does not fit is refused.
 
-A launch costs the host a few microseconds, most of them for reading its tensors. So a View is reused: for a tensor with
-the layout of the one before, only the address is new. And the function that fills in a launcher's arguments is
-compiled from source made for that launcher, because loops over whatever a launcher may take cost another microsecond.
+A launch costs the host a few microseconds. So views.cpp reads the tensors, and the function that collects a launcher's
+arguments is compiled from source made for that launcher: loops over whatever a launcher may take cost another
+microsecond.
 
-ctypes reads the arguments after it has released the interpreter's lock, so no two calls may share a View: each takes
-a set that is free, or creates one.
+ctypes reads the arguments after it has released the interpreter's lock, so no two calls may share their Views: each
+takes a set that is free, or creates one.
 """
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from common.build.signature import INT_MAX, INT_MIN, POINTER, WANTED, View, layout
+from common.build import host
+from common.build.signature import INT_MAX, INT_MIN, POINTER, WANTED, View
 
 Arguments = dict[str, Any]  # by the names that they have in the .cu
 
@@ -46,24 +47,22 @@ def caller(
         TypeError: an argument is missing, not known, or not of its type.
         ValueError: a tensor on another device or too large for a View, or an int that needs more than 32 bits.
     """
-    views = list(types.values()).count(View)
-    free: list[list[_Slot]] = []
+    import torch
 
-    def take() -> list[_Slot]:
+    tensors = [wanted for wanted in types.values() if wanted in (View, POINTER)]
+    free: list[tuple[Any, ...]] = []
+
+    def take() -> tuple[Any, ...]:
         try:
             return free.pop()
         except IndexError:
-            return [_Slot(device) for _ in range(views)]
-
-    def address_of(tensor: Any) -> int:
-        if tensor.device != device:
-            raise ValueError
-        return tensor.data_ptr()
+            return _slots(tensors, device)
 
     scope = {
+        "Tensor": torch.Tensor,
+        "fill": host.fill(),
         "take": take,
         "give_back": free.append,
-        "address_of": address_of,
         "run": run,
         "misfits": (KeyError, AttributeError, TypeError, ValueError, ctypes.ArgumentError),
         "misfit": lambda arguments: _misfit(name, types, device, arguments),
@@ -73,22 +72,33 @@ def caller(
     return scope["call"]
 
 
-class _Slot:
-    """A View for one parameter, and how the tensor that filled it last is laid out."""
+class _Slot(ctypes.Structure):
+    _fields_ = (("view", View), ("takes_none", ctypes.c_int64))
 
-    __slots__ = ("view", "address", "laid_out", "_device")
 
-    def __init__(self, device: Any) -> None:
-        self.view = View()
-        self.address = ctypes.c_void_p.from_buffer(self.view)  # its first field, data
-        self.laid_out: tuple[Any, ...] | None = None  # shape, strides, device
-        self._device = device
+def _slots(tensors: Sequence[type], device: Any) -> tuple[Any, ...]:
+    """The address of what ``fill`` takes for so many tensors, and the arguments for ctypes in it."""
 
-    def lay_out(self, shape: tuple[int, ...], strides: tuple[int, ...], device: Any) -> None:
-        if device != self._device:
-            raise ValueError
-        ctypes.memmove(ctypes.addressof(self.view), layout(shape, strides), ctypes.sizeof(View))
-        self.laid_out = shape, strides, device
+    class Slots(ctypes.Structure):
+        _fields_ = (
+            ("device_type", ctypes.c_int64),
+            ("device_id", ctypes.c_int64),
+            ("slots", _Slot * len(tensors)),
+        )
+
+    slots = Slots(_DEVICE_TYPES.get(device.type, 0), device.index or 0)
+    for slot, wanted in zip(slots.slots, tensors, strict=True):
+        slot.takes_none = wanted is POINTER
+    arguments = (
+        slot.view
+        if wanted is View
+        else POINTER.from_buffer(slot)  # of a View its first field, data
+        for slot, wanted in zip(slots.slots, tensors, strict=True)
+    )
+    return (ctypes.addressof(slots), slots, *arguments)
+
+
+_DEVICE_TYPES = {"cpu": 1, "cuda": 2}  # DLPack's numbers
 
 
 _MAKE_CURRENT = """
@@ -99,9 +109,9 @@ _MAKE_CURRENT = """
 
 
 def _source(types: dict[str, type], on_gpu: bool) -> str:
-    """The source of what ``caller`` returns: a{i} is argument i, s{i} its slot if it is a View."""
-    views = "".join(f"s{i}, " for i, wanted in enumerate(types.values()) if wanted is View)
-    values = [f"s{i}.view" if t is View else f"a{i}" for i, t in enumerate(types.values())]
+    """The source of what ``caller`` returns: a{i} is argument i, s{i} what ctypes gets for it if it is a tensor."""
+    tensors = [i for i, wanted in enumerate(types.values()) if wanted in (View, POINTER)]
+    values = [f"{'s' if i in tensors else 'a'}{i}" for i in range(len(types))]
     if on_gpu:
         values.append("current_stream(index)")
     return f"""
@@ -110,25 +120,23 @@ def call(arguments):
     try:
         if len(arguments) != {len(types)}: raise TypeError
         {_lines(f"a{i} = arguments[{name!r}]" for i, name in enumerate(types))}
-        slots = take()
-        [{views}] = slots
-        {_lines(_fill(i, wanted) for i, wanted in enumerate(types.values()))}
+        {_lines(_check(i, wanted) for i, wanted in enumerate(types.values()))}
+        mine = take()
+        {", ".join(["address", "_", *(f"s{i}" for i in tensors)])} = mine
+        if fill({", ".join(["address", *(f"a{i}" for i in tensors)])}): raise ValueError
         result = run({", ".join(values)})
     except misfits as error:
         raise (misfit(arguments) or error) from None
-    give_back(slots)
+    give_back(mine)
     return result
 """
 
 
-def _fill(i: int, wanted: type) -> str:
-    if wanted is View:
-        return f"""
-        laid_out = a{i}.shape, a{i}.stride(), a{i}.device
-        if laid_out != s{i}.laid_out: s{i}.lay_out(*laid_out)
-        s{i}.address.value = a{i}.data_ptr()"""
+def _check(i: int, wanted: type) -> str:
+    if wanted is View:  # fill() relies on it
+        return f"if not isinstance(a{i}, Tensor): raise TypeError"
     if wanted is POINTER:
-        return f"if a{i} is not None: a{i} = address_of(a{i})"
+        return f"if a{i} is not None and not isinstance(a{i}, Tensor): raise TypeError"
     if wanted is ctypes.c_int:  # ctypes would cut it off
         return f"if not {INT_MIN} <= a{i} <= {INT_MAX}: raise ValueError"
     return ""
@@ -172,4 +180,6 @@ def _misfit(
                 View.of(arguments[keyword])
             except ValueError as error:
                 return ValueError(f"{name}: {keyword} {error}")
+            except RuntimeError as error:
+                return ValueError(f"{name}: {keyword} must have strides and memory: {error}")
     return None

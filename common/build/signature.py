@@ -5,7 +5,6 @@ written in one place, the function itself: ``extern "C" cudaError_t name(View x,
 """
 
 import ctypes
-import functools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -33,21 +32,14 @@ class View(ctypes.Structure):
         Raises:
             ValueError: more than four dimensions, or a size that does not fit 32 bits.
         """
-        view = cls.from_buffer_copy(layout(tensor.shape, tensor.stride()))
-        view.data = tensor.data_ptr()
-        return view
-
-
-@functools.lru_cache(maxsize=4096)
-def layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
-    """The bytes of the ``View`` of such a tensor, with a null address; ValueError as for ``View.of``."""
-    if len(shape) > 4 or max(shape, default=0) > INT_MAX:
-        raise ValueError(
-            f"must have at most 4 dimensions, of at most {INT_MAX} elements; got {tuple(shape)}"
-        )
-    missing = 4 - len(shape)
-    used = [stride if size != 1 else 0 for size, stride in zip(shape, strides, strict=True)]
-    return bytes(View(None, (*shape, *[1] * missing), (*used, *[0] * missing)))
+        shape = tensor.shape
+        if len(shape) > 4 or max(shape, default=0) > INT_MAX:
+            raise ValueError(
+                f"must have at most 4 dimensions, of at most {INT_MAX} elements; got {tuple(shape)}"
+            )
+        missing = 4 - len(shape)
+        used = [n if size != 1 else 0 for size, n in zip(shape, tensor.stride(), strict=True)]
+        return cls(tensor.data_ptr(), (*shape, *[1] * missing), (*used, *[0] * missing))
 
 
 POINTER = ctypes.c_void_p  # a tensor's data_ptr(), or a null pointer for None

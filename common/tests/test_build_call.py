@@ -50,8 +50,8 @@ class Current:
 def test_a_call_makes_its_gpu_the_current_one_and_passes_its_stream():
     x, current, calls = torch.randn(3, 4), Current(), []
 
-    def run(*values):
-        calls.append((current(), values))
+    def run(view, pointer, n, stream):
+        calls.append((current(), view.data, list(view.sizes), pointer.value, n, stream))
         return 7
 
     gpu = Gpu(1, current, lambda index: 100 + index, current.made)
@@ -60,11 +60,34 @@ def test_a_call_makes_its_gpu_the_current_one_and_passes_its_stream():
     assert show({"n": 5, "y": None, "x": x}) == 7
     current.index = 1
     assert show({"x": x, "y": x, "n": 5}) == 7
-    (during, (view, null, n, stream)), (_, (_, address, *_)) = calls
-    assert (during, null, n, stream, address) == (1, None, 5, 101, x.data_ptr())
-    assert (view.data, list(view.sizes)) == (x.data_ptr(), [3, 4, 1, 1])
+    address = x.data_ptr()
+    assert calls == [(1, address, [3, 4, 1, 1], pointer, 5, 101) for pointer in (None, address)]
     with pytest.raises(ValueError, match="n must fit 32 bits"):
         show({"x": x, "y": x, "n": 2**31})
+
+
+def test_tensors_that_cannot_be_passed():
+    x = torch.randn(3, 4)
+    types = {"x": View, "y": POINTER}
+    show = call.caller("show", types, x.device, lambda view, pointer: view.data)
+    assert show({"x": x[1:], "y": torch.zeros(1, 1, 1, 1, 1)}) == x[1:].data_ptr()
+    huge = torch.empty(1).expand(2**31)
+    assert show({"x": x, "y": huge}) == x.data_ptr()
+    for wrong, error, message in (
+        (None, TypeError, "x must be a tensor; got NoneType"),
+        (3, TypeError, "x must be a tensor; got int 3"),
+        (huge, ValueError, "x must have at most 4 dimensions, of at most 2147483647 elements"),
+        (x[None, None, None], ValueError, "x must have at most 4 dimensions"),
+        (x.to("meta"), ValueError, "must be on one device; got x on meta, y on cpu"),
+        (x.to_sparse(), ValueError, "show: x must have strides and memory: .*data pointer"),
+    ):
+        with pytest.raises(error, match=message):
+            show({"x": wrong, "y": x})
+    with pytest.raises(TypeError, match="y must be a tensor or None; got int 3"):
+        show({"x": x, "y": 3})
+    with pytest.raises(ValueError, match="must be on one device"):
+        show({"x": x, "y": x.to("meta")})
+    assert show({"x": x, "y": None}) == x.data_ptr()
 
 
 def test_threads_share_a_call(source):

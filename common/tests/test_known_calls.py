@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from common.build import View, builder
+from common.build import View, builder, host
 from task4.ladder import known_calls
 from task4.ladder.call import ladder_attention, prepared
 
@@ -50,6 +50,7 @@ class Fakes:
         builder.make([target])
         self.fakes = ctypes.CDLL(str(target.path))
         self.library = known_calls.load(self.fakes.current_device, self.fakes.is_capturing)
+        self.call = host.function(self.library)
         self.launcher = ctypes.cast(self.fakes.attention, ctypes.c_void_p).value
         self.number = next(NUMBERS)
 
@@ -61,13 +62,11 @@ class Fakes:
         return Seen.in_dll(self.fakes, "seen")
 
     def add(self, *qkv, number=0, counted=0, workspace_bytes=0):
-        self.library.known_calls_add(
-            *qkv, number, self.launcher, 0.5, 1, 2, counted, workspace_bytes
-        )
+        self.library.add(*qkv, number, self.launcher, 0.5, 1, 2, counted, workspace_bytes)
 
-    def launch(self, *qkv, number=0, workspace=None):
+    def launch(self, *qkv, number=0, workspace=0):
         out = torch.empty_like(qkv[0])
-        return self.library.known_calls_launch(*qkv, out, workspace, number), out
+        return self.call(*qkv, out, workspace, number), out
 
 
 @pytest.fixture
@@ -142,9 +141,9 @@ def test_what_only_python_can_do(fakes):
     q, k, v = qkv(2, 4, 3, 64)
     number = fakes.number
     fakes.add(q, k, v, number=number, counted=1)
-    fakes.library.known_calls_add_counter(1, None, 77)  # of another GPU
+    fakes.library.add_counter(1, None, 77)  # of another GPU
     assert fakes.launch(q, k, v, number=number)[0] == UNKNOWN
-    fakes.library.known_calls_add_counter(0, None, 88)
+    fakes.library.add_counter(0, None, 88)
     assert fakes.launch(q, k, v, number=number)[0] == 0 and fakes.seen.workspace == 88
     fakes.capturing.value = 1
     assert fakes.launch(q, k, v, number=number)[0] == UNKNOWN
@@ -156,10 +155,10 @@ def test_what_only_python_can_do(fakes):
 def test_a_workspace_is_asked_for(fakes):
     q, k, v = qkv(2, 4, 3, 64)
     number = fakes.number
-    assert fakes.library.known_calls_workspace_bytes(q, k, v, number) == UNKNOWN
+    assert fakes.library.workspace_bytes(q, k, v, number) == UNKNOWN
     fakes.add(q, k, v, number=number, workspace_bytes=2**33)
     assert fakes.launch(q, k, v, number=number)[0] == known_calls._WANTS_WORKSPACE
-    assert fakes.library.known_calls_workspace_bytes(q, k, v, number) == 2**33
+    assert fakes.library.workspace_bytes(q, k, v, number) == 2**33
     assert fakes.launch(q, k, v, number=number, workspace=99)[0] == 0
     assert fakes.seen.workspace == 99
 

@@ -2,52 +2,13 @@
 // third of what a call costs the host. known_calls.py is the Python side.
 //
 // A call is known by the shapes, strides, dtypes, devices and alignment of q, k and v, and by a number for all other
-// arguments. Tensors are read through DLPack's C exchange API (dlpack.h of DLPack 1.3), which torch has from 2.11 on.
-// Python's lock is held but for the launch.
-#include <cstdint>
-#include <cstring>
+// arguments. Python's lock is held, but for the launch.
 #include <map>
-#include <string>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
 
-// ---- DLPack
-
-struct DLDevice {
-  int32_t type, id;
-};
-
-struct DLTensor {
-  void* data;
-  DLDevice device;
-  int32_t ndim;
-  uint32_t dtype;  // code, bits and lanes
-  int64_t *sizes, *strides;
-  uint64_t byte_offset;
-};
-
-struct ExchangeApi {
-  uint32_t major, minor;
-  void *previous, *allocate, *from_object, *to_object;
-  int (*read)(void* object, DLTensor*);
-  int (*current_stream)(int32_t device_type, int32_t device_id, void** stream);
-};
-
-// ---- Python
-
-extern "C" {
-void PyErr_Clear();
-void* PyEval_SaveThread();
-void PyEval_RestoreThread(void*);
-}
-
-// ---- Calls
-
-struct View {  // as in tensor.cuh
-  void* data;
-  int64_t sizes[4], strides[4];
-};
+#include "dlpack.h"
 
 using Launcher = int (*)(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype,
                          void* stream);
@@ -70,7 +31,7 @@ constexpr int UNKNOWN = -1, WANTS_WORKSPACE = -2;
 
 struct Key {
   Layout q, k, v;
-  int64_t options;
+  int64_t number;
 };
 
 struct Hash {
@@ -84,83 +45,33 @@ struct Equal {
 };
 static_assert(sizeof(Key) == 3 * sizeof(Layout) + 8 && sizeof(Layout) == 80, "no padding: keys are compared as bytes");
 
-static const ExchangeApi* api;
 static int (*current_device)(int*);                // the driver's cuCtxGetDevice
 static int (*is_capturing)(void* stream, int* on);  // cuStreamIsCapturing
 static std::unordered_map<Key, Call, Hash, Equal> calls;
 static std::map<std::pair<int, void*>, void*> counters;  // of a GPU's stream
-
-static bool read(void* object, DLTensor& tensor) {
-  if (api->read(object, &tensor) == 0) return true;
-  PyErr_Clear();
-  return false;
-}
-
-static void* address(const DLTensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; }
 
 static Layout layout(const DLTensor& tensor) {
   Layout found;
   std::memcpy(found.sizes, tensor.sizes, sizeof(found.sizes));
   std::memcpy(found.strides, tensor.strides, sizeof(found.strides));
   found.device = tensor.device, found.dtype = tensor.dtype;
-  found.alignment = reinterpret_cast<uintptr_t>(address(tensor)) % 16;
+  found.alignment = reinterpret_cast<uintptr_t>(tensor.address()) % 16;
   return found;
 }
 
-static View view(const DLTensor& tensor) {
-  View view;
-  view.data = address(tensor);
-  for (int i = 0; i < 4; ++i) {
-    view.sizes[i] = tensor.sizes[i];
-    view.strides[i] = tensor.sizes[i] != 1 ? tensor.strides[i] : 0;
-  }
-  return view;
-}
-
-static bool read_key(void* const (&objects)[3], int64_t options, DLTensor (&tensors)[3], Key& key) {
+static bool read_key(PyObject* const (&objects)[3], int64_t number, DLTensor (&tensors)[3], Key& key) {
   for (int i = 0; i < 3; ++i)
     if (!read(objects[i], tensors[i]) || tensors[i].ndim != 4) return false;
-  key = {layout(tensors[0]), layout(tensors[1]), layout(tensors[2]), options};
+  key = {layout(tensors[0]), layout(tensors[1]), layout(tensors[2]), number};
   return true;
-}
-
-extern "C" {
-
-// Returns whether this version of DLPack is known.
-int known_calls_init(const void* exchange_api, void* cuCtxGetDevice, void* cuStreamIsCapturing) {
-  api = static_cast<const ExchangeApi*>(exchange_api);
-  current_device = reinterpret_cast<decltype(current_device)>(cuCtxGetDevice);
-  is_capturing = reinterpret_cast<decltype(is_capturing)>(cuStreamIsCapturing);
-  return api->major == 1 && api->read;
-}
-
-void known_calls_add(void* q, void* k, void* v, int64_t options, void* launcher, float scale, int causal, int dtype,
-                     int counted, int64_t workspace_bytes) {
-  DLTensor tensors[3];
-  Key key;
-  if (!read_key({q, k, v}, options, tensors, key)) return;
-  if (calls.size() >= 4096) calls.clear();
-  calls[key] = {reinterpret_cast<Launcher>(launcher), scale, causal, dtype, counted != 0, workspace_bytes};
-}
-
-// An int on that GPU which is 0, for the launches on this stream.
-void known_calls_add_counter(int device, void* stream, void* counter) { counters[{device, stream}] = counter; }
-
-// How many bytes of workspace a call wants; a counter is none. -1 if the call is not known.
-int64_t known_calls_workspace_bytes(void* q, void* k, void* v, int64_t options) {
-  DLTensor tensors[3];
-  Key key;
-  if (!read_key({q, k, v}, options, tensors, key)) return -1;
-  const auto found = calls.find(key);
-  return found == calls.end() ? -1 : found->second.workspace_bytes;
 }
 
 // Launches, and returns the launcher's status. WANTS_WORKSPACE: to be called again with one. UNKNOWN: Python has to
 // make this call, because it is not known, the GPU is not the current one, or the stream has no counter.
-int known_calls_launch(void* q, void* k, void* v, void* out, void* workspace, int64_t options) {
+static int launch(PyObject* q, PyObject* k, PyObject* v, PyObject* out, void* workspace, int64_t number) {
   DLTensor tensors[3], result;
   Key key;
-  if (!read_key({q, k, v}, options, tensors, key) || !read(out, result)) return UNKNOWN;
+  if (!read_key({q, k, v}, number, tensors, key) || !read(out, result)) return UNKNOWN;
   const auto found = calls.find(key);
   if (found == calls.end()) return UNKNOWN;
   const Call call = found->second;
@@ -168,7 +79,7 @@ int known_calls_launch(void* q, void* k, void* v, void* out, void* workspace, in
   int current;
   if (current_device(&current) || current != device.id) return UNKNOWN;
   void* stream;
-  if (api->current_stream(device.type, device.id, &stream)) return PyErr_Clear(), UNKNOWN;
+  if (exchange_api->current_stream(device.type, device.id, &stream)) return PyErr_Clear(), UNKNOWN;
   if (call.counted) {
     int capturing;  // a CUDA graph has counters of its own
     if (is_capturing(stream, &capturing) || capturing) return UNKNOWN;
@@ -179,9 +90,47 @@ int known_calls_launch(void* q, void* k, void* v, void* out, void* workspace, in
     return WANTS_WORKSPACE;
   }
   void* const thread = PyEval_SaveThread();
-  const int status = call.launcher(view(tensors[0]), view(tensors[1]), view(tensors[2]), view(result), workspace,
-                                   call.scale, call.causal, call.dtype, stream);
+  const int status = call.launcher(view_of(tensors[0]), view_of(tensors[1]), view_of(tensors[2]), view_of(result),
+                                   workspace, call.scale, call.causal, call.dtype, stream);
   PyEval_RestoreThread(thread);
   return status;
+}
+
+// launch(q, k, v, out, address of the workspace or 0, number)
+static PyObject* launch(PyObject*, PyObject* const* a, intptr_t) {
+  return PyLong_FromLong(launch(a[0], a[1], a[2], a[3], PyLong_AsVoidPtr(a[4]), PyLong_AsLongLong(a[5])));
+}
+
+extern "C" {
+
+PyObject* function() {
+  static PyMethodDef definition = {"launch", launch, METH_FASTCALL, "See known_calls.cpp."};
+  return PyCFunction_NewEx(&definition, nullptr, nullptr);
+}
+
+void init(void* cuCtxGetDevice, void* cuStreamIsCapturing) {
+  current_device = reinterpret_cast<decltype(current_device)>(cuCtxGetDevice);
+  is_capturing = reinterpret_cast<decltype(is_capturing)>(cuStreamIsCapturing);
+}
+
+void add(PyObject* q, PyObject* k, PyObject* v, int64_t number, void* launcher, float scale, int causal, int dtype,
+         int counted, int64_t workspace_bytes) {
+  DLTensor tensors[3];
+  Key key;
+  if (!read_key({q, k, v}, number, tensors, key)) return;
+  if (calls.size() >= 4096) calls.clear();
+  calls[key] = {reinterpret_cast<Launcher>(launcher), scale, causal, dtype, counted != 0, workspace_bytes};
+}
+
+// An int on that GPU which is 0, for the launches on this stream.
+void add_counter(int device, void* stream, void* counter) { counters[{device, stream}] = counter; }
+
+// How many bytes of workspace a call wants; a counter is none. -1 if the call is not known.
+int64_t workspace_bytes(PyObject* q, PyObject* k, PyObject* v, int64_t number) {
+  DLTensor tensors[3];
+  Key key;
+  if (!read_key({q, k, v}, number, tensors, key)) return -1;
+  const auto found = calls.find(key);
+  return found == calls.end() ? -1 : found->second.workspace_bytes;
 }
 }

@@ -6,29 +6,14 @@ here. Only rungs for Hopper are worth it: the others run for longer than the Pyt
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.build import builder
+from common.build import host
 from task4.ladder.rungs import FOLDER
-
-_QKV = (ctypes.py_object,) * 3
-_ARGUMENTS = {
-    "known_calls_init": (ctypes.c_void_p,) * 3,
-    "known_calls_add": (
-        *_QKV,
-        ctypes.c_int64,
-        ctypes.c_void_p,
-        ctypes.c_float,
-        *[ctypes.c_int] * 3,
-        ctypes.c_int64,
-    ),
-    "known_calls_add_counter": (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
-    "known_calls_workspace_bytes": (*_QKV, ctypes.c_int64),
-    "known_calls_launch": (*_QKV, ctypes.py_object, ctypes.c_void_p, ctypes.c_int64),
-}
 
 _WANTS_WORKSPACE = -2
 _MOST = 4096  # different arguments that are no tensors
@@ -52,13 +37,13 @@ def launch(
     # Naming the format costs 0.4 us.
     like = {} if q.is_contiguous() else {"memory_format": torch.contiguous_format}
     out = torch.empty_like(q, **like)
-    status = _library().known_calls_launch(q, k, v, out, None, number)
+    status = _launch()(q, k, v, out, 0, number)
     if status == _WANTS_WORKSPACE:
-        size = _library().known_calls_workspace_bytes(q, k, v, number)
+        size = _library().workspace_bytes(q, k, v, number)
         if size < 0:  # forgotten in between, by another thread
             return None
         workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
-        status = _library().known_calls_launch(q, k, v, out, workspace.data_ptr(), number)
+        status = _launch()(q, k, v, out, workspace.data_ptr(), number)
     return None if status else out
 
 
@@ -84,37 +69,37 @@ def add(
     """
     plain = all(x is None or isinstance(x, (int, float)) for x in given)
     plain = plain and all(type(x) is Tensor for x in tensors) and len(_numbers) < _MOST
-    if not plain or (library := _library()) is None:
+    if not plain:
         return
+    library = _library()
     number = _numbers.setdefault(given, len(_numbers))
     size = 0 if workspace is None or counted else workspace.nbytes
-    library.known_calls_add(*tensors, number, launcher, scale, causal, dtype, counted, size)
+    library.add(*tensors, number, launcher, scale, causal, dtype, counted, size)
     if counted:
         index = workspace.device.index
         stream = torch._C._cuda_getCurrentRawStream(index)
-        library.known_calls_add_counter(index, stream, workspace.data_ptr())
+        library.add_counter(index, stream, workspace.data_ptr())
 
 
 @functools.cache
-def _library() -> ctypes.PyDLL | None:
-    """The C++ code; None if this torch has another version of DLPack than it."""
+def _library() -> ctypes.PyDLL:
     driver = ctypes.CDLL("libcuda.so.1")
     return load(driver.cuCtxGetDevice, driver.cuStreamIsCapturing)
 
 
-def load(current_device: Any, is_capturing: Any) -> ctypes.PyDLL | None:
-    """The same with these functions in C in place of the CUDA driver's."""
-    capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    if capsule is None:
-        return None
-    target = builder.plan_host(FOLDER / "known_calls.cpp")
-    builder.make([target])
-    library = ctypes.PyDLL(str(target.path))
-    library.known_calls_workspace_bytes.restype = ctypes.c_int64
-    for name, types in _ARGUMENTS.items():
-        getattr(library, name).argtypes = types
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    api = pointer(capsule, b"dlpack_exchange_api")
-    functions = (ctypes.cast(f, ctypes.c_void_p) for f in (current_device, is_capturing))
-    return library if library.known_calls_init(api, *functions) else None
+@functools.cache
+def _launch() -> Callable[..., int]:
+    return host.function(_library())
+
+
+def load(current_device: Any, is_capturing: Any) -> ctypes.PyDLL:
+    """The library, with these functions in C: the CUDA driver's, or a test's."""
+    library = host.load(FOLDER / "known_calls.cpp")
+    library.workspace_bytes.restype = ctypes.c_int64
+    qkv, pointer, number = (ctypes.py_object,) * 3, ctypes.c_void_p, ctypes.c_int64
+    ints = (ctypes.c_int,) * 3
+    library.add.argtypes = (*qkv, number, pointer, ctypes.c_float, *ints, ctypes.c_int64)
+    library.add_counter.argtypes = (ctypes.c_int, pointer, pointer)
+    library.workspace_bytes.argtypes = (*qkv, number)
+    library.init(*(ctypes.cast(f, pointer) for f in (current_device, is_capturing)))
+    return library
