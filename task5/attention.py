@@ -62,7 +62,6 @@ def check_position(current_pos: int, n: int, max_seq_len: int) -> None:
         )
 
 
-@functools.cache
 def choose_num_splits(blocks: int, kv_len: int, sms: int) -> int:
     """How many blocks share the keys of one (sequence, head): 1 where ``blocks`` = batch * heads fill the GPU.
 
