@@ -128,11 +128,13 @@ def _sizes_if_all_fits(
     try:
         batch, q_len, heads, head_dim = q.shape
         k_batch, kv_len, kv_heads, k_head_dim = k_shape = k.shape
-        dtype, device = q.dtype, q.device
+        dtype, index, on_cpu = q.dtype, q.get_device(), q.is_cpu
         fits = (
             k_batch == batch and k_head_dim == head_dim and v.shape == k_shape
             and dtype in dtypes and k.dtype == dtype and v.dtype == dtype
-            and k.device == device and v.device == device and device.type in ("cpu", "cuda")
+            and (on_cpu or q.is_cuda)  # comparing devices takes a microsecond
+            and k.get_device() == index and v.get_device() == index
+            and k.is_cpu == on_cpu and v.is_cpu == on_cpu
             and 1 <= head_dim <= max_head_dim and kv_heads and heads % kv_heads == 0
             and batch <= MAX_GRID and heads <= MAX_GRID
             and q.stride()[3] == 1 and k.stride()[3] == 1 and v.stride()[3] == 1
@@ -151,12 +153,13 @@ def check_cache(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
     try:
         batch, _, hidden = cache_shape = k_cache.shape
         k_batch, _, k_hidden = k_shape = k.shape
-        dtype, device = k_cache.dtype, k_cache.device
+        dtype, index, on_cpu = k_cache.dtype, k_cache.get_device(), k_cache.is_cpu
         if (
             k_batch == batch and k_hidden == hidden and v_cache.shape == cache_shape and v.shape == k_shape
             and dtype in KERNEL_DTYPES and v_cache.dtype == dtype and k.dtype == dtype and v.dtype == dtype
-            and v_cache.device == device and k.device == device and v.device == device
-            and device.type in ("cpu", "cuda")
+            and (on_cpu or k_cache.is_cuda)
+            and v_cache.get_device() == index and k.get_device() == index and v.get_device() == index
+            and v_cache.is_cpu == on_cpu and k.is_cpu == on_cpu and v.is_cpu == on_cpu
             and k_cache.stride()[2] == 1 and v_cache.stride()[2] == 1 and k.stride()[2] == 1 and v.stride()[2] == 1
         ):  # fmt: skip
             return  # a third of the time of the checks below, which name the error

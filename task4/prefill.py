@@ -7,10 +7,9 @@ import logging
 
 from torch import Tensor
 
+from common.inputs import check_attention
 from task4 import ladder
 from task4.attention import flash_attention
-
-SLOWER = (1, 2, 3, 4)  # the rungs that flash_attention beats
 
 log = logging.getLogger("task4.ladder")
 
@@ -44,10 +43,11 @@ def fast_attention(
     if plain and (out := ladder.known_calls.launch(q, k, v, causal, scale, None)) is not None:
         return out
     if plain and (scale is None or scale > 0) and _a_rung_is_faster(q):
-        call = ladder.prepared(q, k, v, causal, scale)
-        if call.rung.number not in SLOWER:
-            return call(q, k, v)
-        log.info("task 4's own kernel instead of %s, which is slower", call.rung)
+        check_attention(q, k, v, max_head_dim=ladder.WIDEST)
+        chosen, _ = ladder.choose(q, k, v, None)
+        if chosen.number not in ladder.SLOWER:
+            return ladder.ladder_attention(q, k, v, causal=causal, scale=scale)
+        log.info("task 4's own kernel instead of %s, which is slower", chosen)
     return flash_attention(
         q, k, v, causal=causal, scale=scale, seqlens_k=seqlens_k, leftpad_k=leftpad_k
     )
@@ -58,7 +58,7 @@ def _a_rung_is_faster(q: Tensor) -> bool:
     if not isinstance(q, Tensor) or q.device.type != "cuda" or q.dim() != 4:
         return False
     best = ladder.fastest(q.device, q.dtype, q.shape[3])
-    return best is not None and best.number not in SLOWER
+    return best is not None and best.number not in ladder.SLOWER
 
 
 def splits_float32(q: Tensor) -> bool:

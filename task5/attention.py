@@ -118,7 +118,9 @@ def flash_attention_decode(
     check_lengths("leftpad_k", leftpad_k, q)
     if num_splits is not None and not 1 <= num_splits <= max(kv_len, 1):
         raise ValueError(f"num_splits must be from 1 to kv_len {kv_len}; got {num_splits}")
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    # naming the format costs 0.4 us
+    like = {} if q.is_contiguous() else {"memory_format": torch.contiguous_format}
+    out = torch.empty_like(q, **like)
     if kv_len == 0:
         return out.zero_()
     if not (batch and heads):

@@ -2,7 +2,9 @@
 
 toolchain  which compilers there are, which GPU, and what each can do
 builder    from sources to shared libraries in .build/
-library    from a shared library to ``kernels.launch("name", inp=tensor, n=3)``
+signature  what the functions of a .cu take, and how a tensor is passed
+call       from keywords to a call of C;  host: C++ code that reads torch's tensors for it
+library    ``kernels.launch("name", inp=tensor, n=3)``
 cli        ``python -m taskN.compile`` and ``python -m common.build``
 
 Importing this does not import torch, start a compiler or touch a GPU.

@@ -1,4 +1,4 @@
-// What launchers ask of a GPU, once for each GPU.
+// What launchers request from a GPU, once per GPU.
 #pragma once
 #include <cuda_runtime.h>
 

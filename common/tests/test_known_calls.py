@@ -11,7 +11,7 @@ import torch
 
 from common.build import View, builder, host
 from task4.ladder import known_calls
-from task4.ladder.call import ladder_attention, prepared
+from task4.ladder.call import _check_and_launch, ladder_attention
 
 FAKES = """\
 #include <cstdint>
@@ -195,7 +195,7 @@ needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 
 def by_python(q, k, v, causal=False, scale=None, rung=None):
-    return prepared(q, k, v, causal, scale, rung)(q, k, v)
+    return _check_and_launch(q, k, v, causal, scale, rung)
 
 
 @needs_hopper

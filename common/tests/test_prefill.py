@@ -31,17 +31,13 @@ def ran(monkeypatch):
 
     ran = Ran()
 
-    def prepared(q, k, v, causal, scale):
-        call = mock.Mock(rung=ran.best)
-        call.side_effect = lambda q, k, v: ran.append(ran.best.number)
-        return call
-
     def fastest(*of):
         ran.asked.append(of)
         return ran.best
 
     monkeypatch.setattr(ladder, "fastest", fastest)
-    monkeypatch.setattr(ladder, "prepared", prepared)
+    monkeypatch.setattr(ladder, "choose", lambda *of: (ran.best, ""))
+    monkeypatch.setattr(ladder, "ladder_attention", lambda *qkv, **_: ran.append(ran.best.number))
     monkeypatch.setattr(prefill, "flash_attention", lambda *qkv, **options: ran.append(OWN))
     return ran
 
@@ -54,7 +50,7 @@ def qkv():
 def test_only_a_faster_rung_replaces_the_own_kernel(ran, rung):
     ran.best = rung
     fast_attention(*qkv(), causal=True)
-    assert ran == [OWN if rung is None or rung.number in prefill.SLOWER else rung.number]
+    assert ran == [OWN if rung is None or rung.number in ladder.SLOWER else rung.number]
     assert ran.asked[-1] == (torch.device("cuda", 0), torch.float32, 64)
 
 

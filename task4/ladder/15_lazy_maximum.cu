@@ -39,7 +39,7 @@ constexpr float SHARE = 1.0f / 8, SHARE_CAUSAL = 1.0f / 6;
 // The limit of P. 64 in fp16: P may be 64 times smaller than with m_i = max, and must not lose bits.
 template <typename T>
 constexpr float TOP = std::is_same_v<T, __half> ? 64.0f : 1.0f;
-constexpr int PATIENCE = 32;  // blocks of keys per further move of m_i
+constexpr int PATIENCE = 64;  // blocks of keys per further move of m_i
 
 // What a consumer's warps share about a tile.
 template <int D, int CONSUMERS, int B_c, int Q_STAGES>

@@ -1,8 +1,4 @@
-"""Calls like earlier ones, from torch's tensors to the launcher in C++: known_calls.cpp, built when first used.
-
-What a call needs is checked, chosen and allocated by Python code once (:mod:`task4.ladder.call`), which then adds it
-here. Only rungs for Hopper are worth it: the others run for longer than the Python code.
-"""
+"""Calls like earlier ones, which :mod:`task4.ladder.call` has checked, from torch's tensors to the launcher in C++."""
 
 import ctypes
 import functools
@@ -16,7 +12,6 @@ from common.build import host
 from task4.ladder.rungs import FOLDER
 
 _WANTS_WORKSPACE = -2
-_MOST = 4096  # different arguments that are no tensors
 
 _numbers: dict[tuple[Any, ...], int] = {}  # by the arguments that are no tensors
 
@@ -51,11 +46,11 @@ def add(
     tensors: tuple[Tensor, Tensor, Tensor],
     given: tuple[bool, float | None, int | None],
     launcher: int,
+    workspace: Tensor | None,
+    counted: bool,
     scale: float,
     causal: bool,
     dtype: int,
-    workspace: Tensor | None,
-    counted: bool,
 ) -> None:
     """From now on, such a call is known.
 
@@ -63,13 +58,12 @@ def add(
         tensors: q, k and v.
         given: causal, scale and rung as the caller gave them.
         launcher: where it is in memory.
-        scale, causal, dtype: what it gets.
         workspace: as it was for the launch on the current stream.
         counted: the workspace is a counter, and stays with the stream.
+        scale, causal, dtype: what the launcher gets.
     """
     plain = all(x is None or isinstance(x, (int, float)) for x in given)
-    plain = plain and all(type(x) is Tensor for x in tensors) and len(_numbers) < _MOST
-    if not plain:
+    if not plain or any(type(x) is not Tensor for x in tensors) or len(_numbers) >= 4096:
         return
     library = _library()
     number = _numbers.setdefault(given, len(_numbers))
@@ -95,10 +89,9 @@ def _launch() -> Callable[..., int]:
 def load(current_device: Any, is_capturing: Any) -> ctypes.PyDLL:
     """The library, with these functions in C: the CUDA driver's, or a test's."""
     library = host.load(FOLDER / "known_calls.cpp")
-    library.workspace_bytes.restype = ctypes.c_int64
     qkv, pointer, number = (ctypes.py_object,) * 3, ctypes.c_void_p, ctypes.c_int64
-    ints = (ctypes.c_int,) * 3
-    library.add.argtypes = (*qkv, number, pointer, ctypes.c_float, *ints, ctypes.c_int64)
+    library.workspace_bytes.restype = number
+    library.add.argtypes = (*qkv, number, pointer, ctypes.c_float, *[ctypes.c_int] * 3, number)
     library.add_counter.argtypes = (ctypes.c_int, pointer, pointer)
     library.workspace_bytes.argtypes = (*qkv, number)
     library.init(*(ctypes.cast(f, pointer) for f in (current_device, is_capturing)))
