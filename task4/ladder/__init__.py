@@ -7,9 +7,6 @@ __main__    build, check and time them:   python -m task4.ladder
 benchmark   timing beside PyTorch's kernels and FlashAttention-3
 record      what was measured, table.json;  table: README.md and RESULTS.md from it;  plot: the pictures
 evidence/   accuracy beside PyTorch's kernels, the bars, and the hardware's counters
-
-What is not about these rungs is in common: hard inputs and losses (check), libraries' kernels, the comparison of times
-and counters (timing), tables and charts (record).
 """
 
 from task4.ladder.call import SLOWER, ladder_attention

@@ -160,7 +160,7 @@ def _time(precision: Precision, ladder: Sequence[Rung], options: argparse.Namesp
     times = Times(_provenance(options), precision.references())
     for name, rate in times.references.items():
         console.print(f"{name}: {rate:.0f} TFLOP/s")
-    for head_dim in options.head_dim or HEAD_DIMS:
+    for head_dim in options.head_dim or precision.head_dims:
         for causal in (False, True) if options.causal is None else (options.causal,):
             for cell in (Cell(head_dim, seq, causal) for seq in sorted(options.seq or SEQS)):
                 with console.status(f"timing {precision.name} {cell.key}"):
@@ -208,8 +208,7 @@ def _tables(
 
 
 def _provenance(options: argparse.Namespace) -> Run:
-    found = provenance(test.SOURCES, device="cuda", seed=options.seed)
-    return found | {"fa3": fa3_version()}
+    return provenance(test.SOURCES, device="cuda", seed=options.seed) | {"fa3": fa3_version()}
 
 
 def _render(precisions: Iterable[Precision]) -> int:

@@ -45,11 +45,13 @@ class Precision:
         """Rungs in ladder order, then peers."""
         return [*filter(self.has, RUNGS), *PEERS]
 
-    def default(self, head_dim: int, kv_len: int | None = None) -> Rung | None:
-        """The rung that a call gets on a Hopper GPU, for long rows if ``kv_len`` is None.
+    @property
+    def head_dims(self) -> list[int]:
+        """Those that one of its rungs has."""
+        return [d for d in HEAD_DIMS if any(self.has(r) and d in r.head_dims for r in RUNGS)]
 
-        None for tf32, for which a rung has to be named.
-        """
+    def default(self, head_dim: int, kv_len: int | None = None) -> Rung | None:
+        """The rung that a call gets on a Hopper GPU, for long rows if ``kv_len`` is None; None for tf32."""
         fits = (
             r
             for r in map(by_number, FASTEST_FIRST)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from common.record.chart import Line, Point, draw_limit, draw_lines, save
 from common.timing.peers import CUDNN, EFFICIENT, FA3, FLASH, MATH, Peer
-from task4.ladder.benchmark import HEAD_DIMS, HIDDEN, SEQS, TOKENS, Cell, Method, Precision
+from task4.ladder.benchmark import HIDDEN, SEQS, TOKENS, Cell, Method, Precision
 from task4.ladder.record import Times
 from task4.ladder.rungs import FOLDER
 from task4.ladder.table import picture
@@ -28,7 +28,9 @@ def draw(precision: Precision, times: Times) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
-    measured = [d for d in HEAD_DIMS if all(_lines(precision, times, d, c) for c in MASKS)]
+    measured = (
+        d for d in precision.head_dims if all(_lines(precision, times, d, c) for c in MASKS)
+    )
     return [_draw(precision, times, head_dim) for head_dim in measured]
 
 

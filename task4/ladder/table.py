@@ -6,7 +6,7 @@ from common.marked import replace, write_atomically
 from common.record import describe_run, sources_hash
 from common.record.grid import Grid
 from common.timing.peers import CUDNN, EFFICIENT, FA3, FLASH, PEERS, Peer
-from task4.ladder.benchmark import HEAD_DIMS, PRECISIONS, SEQS, Cell, Method, Precision
+from task4.ladder.benchmark import PRECISIONS, SEQS, Cell, Method, Precision
 from task4.ladder.evidence.bars import MASKS, ratio_grid
 from task4.ladder.record import Record, Run, Times
 from task4.ladder.rungs import FOLDER, RUNGS
@@ -109,10 +109,11 @@ def _section(precision: Precision, record: Record) -> list[str]:
     if times := record.times:
         rows = [(m, precision) for m in precision.methods if any(times.find(c, m) for c in SHORT)]
         lines += overview(rows, SHORT, {precision.name: times}).markdown() + _references([times])
-        for name in (picture(precision, head_dim) for head_dim in HEAD_DIMS):
+        for name in (picture(precision, d) for d in precision.head_dims):
             if (FOLDER / name).exists():
                 lines += [f"![TFLOP/s and time over the sequence length]({name})", ""]
-        grids = [length_grid(precision, times, *mask) for mask in MASKS.values()]
+        masks = [mask for mask in MASKS.values() if mask[0] in precision.head_dims]
+        grids = [length_grid(precision, times, *mask) for mask in masks]
         lines += _joined([*grids, ratio_grid(precision, times.cell)])
         lines += [*(f"- {reason}" for reason in reasons(times)), "", *_run(times.run)]
     for tables in filter(None, (record.bars, record.profile)):
