@@ -1,8 +1,9 @@
-"""What only a GPU can show: ``python -m common.staff.gpu_evidence [sanitizer] [pytest]``, both by default.
+"""What only a GPU can show: ``python -m common.staff.gpu_evidence [sanitizer] [pytest] [host]``, all by default.
 
     sanitizer   compute-sanitizer's memcheck, racecheck, initcheck and synccheck of every kernel
                 (common/tests/test_devices_agree.py), and all but initcheck of the tasks' small cases
     pytest      all tests with cuda tensors, among them the comparison of each kernel's outputs on CPU and GPU
+    host        what a call of the ladder and a decode step of task 5 cost the host
 
 Writes common/records/gpu_evidence.json and exits with status 1 if anything is not clean.
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 from common import child
 from common.paths import ROOT
 from common.record import git_commit, machine, now, write_json
+from common.staff.host_cost import run_host
 
 RECORD = ROOT / "common/records/gpu_evidence.json"
 AGREE = "largest difference between CPU and GPU"
@@ -112,12 +114,12 @@ def run_sanitizer() -> dict:
 
 def main() -> None:
     """The command."""
-    parts = {"sanitizer": run_sanitizer, "pytest": run_pytest}
+    parts = {"sanitizer": run_sanitizer, "pytest": run_pytest, "host": run_host}
     parser = argparse.ArgumentParser(
         prog="python -m common.staff.gpu_evidence", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
-        "parts", nargs="*", choices=[[], *parts], metavar="sanitizer | pytest", help="default: all"
+        "parts", nargs="*", choices=[[], *parts], metavar=" | ".join(parts), help="default: all"
     )
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     for part in parser.parse_args().parts or parts:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common import child
-from common.staff import gpu_evidence
+from common.staff import gpu_evidence, host_cost
 
 TEST = ["-m", "task2.test"]
 
@@ -64,3 +64,15 @@ def test_what_other_threads_run_can_be_ended(tmp_path: Path):
     child.end_all()
     thread.join(10)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("us", "ok"), [(9.9, True), (10.1, False)])
+def test_what_a_call_may_cost_the_host(us, ok, monkeypatch, capsys):
+    step = lambda kv_len: (kv_len // 100, None)  # noqa: E731
+    monkeypatch.setattr(host_cost, "_prompt", lambda: None)
+    monkeypatch.setattr(host_cost, "_decode_step", step)
+    monkeypatch.setattr(host_cost, "microseconds", lambda call: us)
+    found = host_cost.run_host()
+    assert found["ok"] == ok
+    assert [cost["allowed"] for cost in found["costs"].values()] == [10, 24, 36]
+    assert f"decode step, 10 splits, 3 launches: {us} us (allowed: 36)" in capsys.readouterr().out
