@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common import child
+from common.build import toolchain
 from common.check.progress import progress
 from common.check.rng import new_seed
 from common.marked import MarkerError, write_atomically
@@ -48,7 +49,7 @@ Show = Callable[[str], None]
 
 
 class FormError(Exception):
-    """Results.md or a record cannot be read; the text says why."""
+    """Nothing can be graded: Results.md or a record cannot be read, or there is no compiler. The text says why."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _grade(options)
     except (FormError, MarkerError) as error:
-        print(f"{error}. Nothing was written; correct it and run again.", file=sys.stderr)
+        print(f"{error}. Nothing was written; correct that and run again.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted; the records and Results.md are as they were", file=sys.stderr)
@@ -145,8 +146,21 @@ def _build(stage: str, device: str, show: Show) -> None:
     if child.run(command, BUILD_SECONDS, lines.append, cwd=ROOT) == 0:
         for line in lines:
             show(line)
-    else:
-        show(f"{stage} does not build; the errors follow with its checks")
+        return
+    if reason := _why_nothing_builds(device):
+        raise FormError(f"{stage} does not build: {reason}")
+    show(f"{stage} does not build; the errors follow with its checks")
+
+
+def _why_nothing_builds(device: str) -> str:
+    """What this machine lacks, whatever the sources are: then good records are not replaced by bad ones."""
+    try:
+        toolchain.cpp_compiler()
+        if device == "cuda" and (gpu := toolchain.find_gpu()):
+            toolchain.nvcc_for(gpu.arch, gpu.driver_cuda)
+    except toolchain.BuildError as error:
+        return str(error).rstrip(".")
+    return ""
 
 
 def _run_stage(stage: str, options: argparse.Namespace, show: Show) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class Check:
     cases: tuple[Case, ...]
     kernels: bool
     optional: bool
+    given: bool
 
     @property
     def name(self) -> str:

@@ -39,13 +39,20 @@ class Suite:
         self.benchmarks: list[BenchmarkFunction] = []
 
     def check(
-        self, group: str, cases: Sequence[Case], *, kernels: bool = True, optional: bool = False
+        self,
+        group: str,
+        cases: Sequence[Case],
+        *,
+        kernels: bool = True,
+        optional: bool = False,
+        given: bool = False,
     ) -> Callable[[CheckFunction], CheckFunction]:
         """Register ``f(case, device, rng)``, which raises if something is wrong.
 
         ``group`` is also its flag, ``--group``; several checks may share one. ``kernels=False`` is for checks that
         run no kernel of ours: they are not run in the check build. An ``optional`` group does not count while it is
-        not written; once it is, it has to be right.
+        not written; once it is, it has to be right. A group of ``given`` checks, which pass before anything is written,
+        earns nothing.
         """
         names = [case.name for case in cases]
         if len(set(names)) != len(names):
@@ -54,7 +61,7 @@ class Suite:
         def register(function: CheckFunction) -> CheckFunction:
             if any(check.name == function.__name__ for check in self.checks):
                 raise ValueError(f"{self.stage.name} has two checks named {function.__name__}")
-            self.checks.append(Check(group, function, tuple(cases), kernels, optional))
+            self.checks.append(Check(group, function, tuple(cases), kernels, optional, given))
             return function
 
         return register

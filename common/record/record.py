@@ -109,7 +109,6 @@ class Record:
         self._finished = True
 
     def as_json(self) -> dict[str, Any]:
-        passed = sum(group["status"] == "passed" for group in self.groups)
         return {
             "stage": self.stage.name,
             "title": self.stage.title,
@@ -118,7 +117,7 @@ class Record:
             "complete": self.complete,
             "groups": self.groups,
             "points": self.stage.points,
-            "earned": earned(self.stage.points, passed, len(self.groups)),
+            "earned": earned(self.stage.points, self.groups),
             "fields": self.fields,
             "benchmarks": self.benchmarks,
             "texts": self.texts,
@@ -140,9 +139,13 @@ class Record:
         return found.pop() if len(found) == 1 else "failed"
 
 
-def earned(points: float, passed: int, groups: int) -> float:
-    """A stage's points are shared evenly among its groups; a group counts if all its checks pass."""
-    return round(points * passed / groups, 2) if groups else 0.0
+def earned(points: float, groups: Sequence[Mapping[str, Any]]) -> float:
+    """A stage's points are shared evenly among its groups; a group counts if all its checks pass.
+
+    Groups whose checks pass before anything is written earn nothing.
+    """
+    passed = [group["status"] == "passed" for group in groups if not group.get("given")]
+    return round(points * sum(passed) / len(passed), 2) if passed else 0.0
 
 
 def merge(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:

@@ -190,7 +190,11 @@ def test_dataclasses_from_json() -> None:
 
 
 def test_points() -> None:
-    assert earned(4, 2, 3) == 2.67 and earned(3, 3, 3) == 3 and earned(1, 0, 0) == 0
+    passed, failed = {"status": "passed"}, {"status": "failed"}
+    assert earned(4, [passed, failed, passed]) == 2.67
+    assert earned(3, 3 * [passed]) == 3 and earned(1, []) == 0
+    given = passed | {"given": True}
+    assert earned(1, [failed, given]) == 0 and earned(1, [passed, given]) == 1
 
 
 def test_the_sources_hash_follows_content_and_headers(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import textwrap
 import time
@@ -347,3 +348,23 @@ def test_the_real_form_is_whole() -> None:
     except MarkerError as error:
         raise AssertionError(str(error)) from None
     assert sum(POINTS.values()) == 20 and sys.version_info >= (3, 11)
+
+
+def test_without_a_compiler_good_records_stay():
+    files = [grade.RESULTS, *grade.RECORDS.glob("*.json")]
+    before = [file.read_bytes() for file in files]
+    done = subprocess.run(
+        [sys.executable, "-m", "common.grade", "--stage", "2", "--device", "cpu"],
+        cwd=ROOT, env=os.environ | {"CXX": "no-such-compiler"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "task2 does not build: the environment variable CXX names" in done.stderr
+    assert "Nothing was written" in done.stderr
+    assert [file.read_bytes() for file in files] == before
+
+
+def test_a_kernel_that_does_not_compile_is_not_the_machines_fault(monkeypatch):
+    monkeypatch.setattr(child, "run", lambda *command, **options: 1)
+    said = []
+    grade._build("task2", "cpu", said.append)
+    assert said == ["task2 does not build; the errors follow with its checks"]

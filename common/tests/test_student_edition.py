@@ -1,6 +1,7 @@
 """The student edition: whole, no larger than a student's run needs, and silent about what it leaves out."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -36,12 +37,22 @@ def files(edition):
 
 
 @pytest.fixture(scope="module")
-def results(edition, files):
-    """Each stage's test as a student would start it, two at a time."""
+def results(edition, files, tmp_path_factory):
+    """Each stage's test as a student would start it, two at a time, with what it recorded."""
+    folder = tmp_path_factory.mktemp("records")
 
     def run(stage):
+        record = folder / f"{stage}.json"
         command = [sys.executable, "-m", f"task{stage}.test", "--no-timing", "--device", "cpu"]
-        return subprocess.run(command, cwd=edition[0], capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [*command, "--record", record],
+            cwd=edition[0],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        done.record = json.loads(record.read_text())
+        return done
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(STAGES, pool.map(run, STAGES), strict=True))
@@ -139,6 +150,18 @@ def test_each_stage_fails_with_one_clear_sentence(results, stage):
     assert result.returncode == 1, text
     assert "Traceback" not in text, text
     assert "not written yet" in text, text
+
+
+def test_an_untouched_edition_earns_nothing(results):
+    assert {stage: result.record["earned"] for stage, result in results.items()} == dict.fromkeys(
+        STAGES, 0
+    )
+
+
+def test_the_demo_names_the_kernels_that_it_waits_for(results):
+    said = results[7].stdout
+    assert "task4/attention_kernel.cu is not written yet, and GPT-2 runs on it" in said
+    assert "task7/attention.py is not written" not in said and "as it was allocated" not in said
 
 
 def test_python_answers_become_not_implemented():
