@@ -4,6 +4,7 @@ toolchain  which compilers there are, which GPU, and what each can do
 builder    from sources to shared libraries in .build/
 signature  what the functions of a .cu take, and how a tensor is passed
 call       from keywords to a call of C;  host: C++ code that reads torch's tensors for it
+interrupt  Ctrl-C while a kernel runs on the CPU
 library    ``kernels.launch("name", inp=tensor, n=3)``
 cli        ``python -m taskN.compile`` and ``python -m common.build``
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.build import builder, signature, toolchain
+from common.build import builder, interrupt, signature, toolchain
 from common.build.call import Arguments, Gpu, caller
 
 ORDERS = ("forward", "reverse", "random")
@@ -250,7 +250,11 @@ def _run_on_cpu(name: str, function: Any) -> Callable[..., None]:
 
     def run(*values: Any) -> None:
         _configure(runtime, _settings)
-        status = function(*values, None)
+        interrupt.begin(name)
+        try:
+            status = function(*values, None)
+        finally:
+            interrupt.end()
         # Asked even after a 0: a launcher that forgets cudaGetLastError() does not hide what went wrong.
         message = runtime.take_error()
         if message or status:
