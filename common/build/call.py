@@ -89,10 +89,9 @@ def _slots(tensors: Sequence[type], device: Any) -> tuple[Any, ...]:
     slots = Slots(_DEVICE_TYPES.get(device.type, 0), device.index or 0)
     for slot, wanted in zip(slots.slots, tensors, strict=True):
         slot.takes_none = wanted is POINTER
+    # A pointer is its View's first field, data.
     arguments = (
-        slot.view
-        if wanted is View
-        else POINTER.from_buffer(slot)  # of a View its first field, data
+        slot.view if wanted is View else POINTER.from_buffer(slot)
         for slot, wanted in zip(slots.slots, tensors, strict=True)
     )
     return (ctypes.addressof(slots), slots, *arguments)
@@ -123,7 +122,8 @@ def call(arguments):
         {_lines(_check(i, wanted) for i, wanted in enumerate(types.values()))}
         mine = take()
         {", ".join(["address", "_", *(f"s{i}" for i in tensors)])} = mine
-        if fill({", ".join(["address", *(f"a{i}" for i in tensors)])}): raise ValueError
+        if fill({", ".join(["address", *(f"a{i}" for i in tensors)])}):
+            raise ValueError("a tensor has no memory, as in torch.compile")
         result = run({", ".join(values)})
     except misfits as error:
         raise (misfit(arguments) or error) from None

@@ -20,6 +20,9 @@ static bool fill(Slot& slot, PyObject* object, const Slots& all) {
   DLTensor tensor;
   if (is_none(object) || !read(object, tensor)) return false;
   if (tensor.device.type != all.device_type || tensor.device.id != all.device_id) return false;
+  int64_t elements = 1;
+  for (int i = 0; i < tensor.ndim; ++i) elements *= tensor.sizes[i];
+  if (!tensor.data && elements) return false;  // a FakeTensor of torch.compile
   if (slot.takes_none) {
     slot.view.data = tensor.address();
     return true;

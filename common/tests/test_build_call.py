@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common.build import Kernels, call
 from common.build.call import Gpu
@@ -88,6 +89,9 @@ def test_tensors_that_cannot_be_passed():
     with pytest.raises(ValueError, match="must be on one device"):
         show({"x": x, "y": x.to("meta")})
     assert show({"x": x, "y": None}) == x.data_ptr()
+    assert show({"x": torch.empty(0, 3), "y": torch.empty(0)}) is None
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match="has no memory"):
+        show({"x": mode.from_tensor(x), "y": None})
 
 
 def test_threads_share_a_call(source):
