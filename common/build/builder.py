@@ -200,17 +200,23 @@ def _plan_cpu(source: Path, check: bool) -> Target:
     return Target(source, "cpu", built_for, str(compiler), commands, path, files, needs=(runtime,))
 
 
-def plan_host(source: Path) -> Target:
-    """The target for a C++ source without kernels, which Python calls. Python's own functions are found at load."""
+def plan_host(source: Path, function_type: str | None = None) -> Target:
+    """The target for a C++ source without kernels, which Python calls. Python's own functions are found at load.
+
+    ``function_type``: what the macro ``FUNCTION`` stands for.
+    """
     compiler = toolchain.cpp_compiler()
+    defined = (f"-DFUNCTION={function_type}",) if function_type else ()
     undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
     command = (
-        compiler.path, *CPP_FLAGS, "-O2", "-shared", *undefined, f"-I{display(HERE)}",
+        compiler.path, *CPP_FLAGS, "-O2", "-shared", *defined, *undefined, f"-I{display(HERE)}",
         display(source), "-o", OUT,
     )  # fmt: skip
     files = closure(source, (HERE,))
     digest = _digest(files, [*command, str(compiler)])
-    path = _library(source, "host", digest)
+    # The builds of one type are kept, however many other types there are.
+    tag = f"host-{_digest((), defined)}" if defined else "host"
+    path = _library(source, tag, digest)
     return Target(source, "cpu", "Python", str(compiler), (command,), path, files)
 
 

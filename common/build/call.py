@@ -1,47 +1,38 @@
-"""From keywords to a call of C: tensors and numbers become what ctypes passes, and what does not fit is refused.
-
-A launch costs the host a few microseconds. So views.cpp reads the tensors, and the function that collects a launcher's
-arguments is compiled from source made for that launcher: loops over whatever a launcher may take cost another
-microsecond.
-
-ctypes reads the arguments after it has released the interpreter's lock, so no two calls may share their Views: each
-takes a set that is free, or creates one.
-"""
+"""From keywords to a call of C: tensors and numbers become what it takes, and what does not fit is refused."""
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from common.build import host
-from common.build.signature import INT_MAX, INT_MIN, POINTER, WANTED, View
+from common.build import builder, host
+from common.build.signature import POINTER, WANTED, Export, View
+
+CALL = Path(__file__).resolve().parent / "call.cpp"
 
 Arguments = dict[str, Any]  # by the names that they have in the .cu
 
+_DEVICE_TYPES = {"cpu": 1, "cuda": 2}  # DLPack's numbers
+_IN_C = {
+    View: "View",
+    POINTER: "void*",
+    ctypes.c_int: "int",
+    ctypes.c_int64: "int64_t",
+    ctypes.c_float: "float",
+}
 
-class Gpu(NamedTuple):
-    """A GPU, and torch's functions for it."""
 
-    index: int
-    current: Callable[[], int]  # the index of the current GPU
-    current_stream: Callable[[int], int]  # the handle of a GPU's current stream
-    made_current: Callable[[int], Any]  # a context in which a GPU is the current one
+def caller(name: str, export: Export, address: int, device: Any) -> Callable[[Arguments, int], int]:
+    """A function that calls one of C and returns what that returns.
 
-
-def caller(
-    name: str,
-    types: dict[str, type],
-    device: Any,
-    run: Callable[..., Any],
-    gpu: Gpu | None = None,
-) -> Callable[[Arguments], Any]:
-    """A function that takes the arguments by name and returns what ``run`` returns of them.
+    It takes the arguments by name, and the stream's handle, which a query does not get.
 
     Args:
-        name: of the C function, for messages.
-        types: of its parameters.
+        name: of the function of C, for messages.
+        export: what it takes and returns.
+        address: where it is in memory.
         device: where all tensors must be.
-        run: takes the values in the order of ``types``, as ctypes does.
-        gpu: is made the current one for ``run``, which takes its current stream after the values.
 
     What is returned raises:
         TypeError: an argument is missing, not known, or not of its type.
@@ -49,107 +40,36 @@ def caller(
     """
     import torch
 
-    tensors = [wanted for wanted in types.values() if wanted in (View, POINTER)]
-    free: list[tuple[Any, ...]] = []
+    types = export.parameters
 
-    def take() -> tuple[Any, ...]:
-        try:
-            return free.pop()
-        except IndexError:
-            return _slots(tensors, device)
+    def misfit(arguments: Arguments) -> None:
+        raise _misfit(name, types, device, arguments)
 
-    scope = {
-        "Tensor": torch.Tensor,
-        "fill": host.fill(),
-        "take": take,
-        "give_back": free.append,
-        "run": run,
-        "misfits": (KeyError, AttributeError, TypeError, ValueError, ctypes.ArgumentError),
-        "misfit": lambda arguments: _misfit(name, types, device, arguments),
-        **(gpu._asdict() if gpu else {}),
-    }
-    exec(compile(_source(types, gpu is not None), f"<call of {name}>", "exec"), scope)
-    return scope["call"]
+    bind = host.function(host.load(CALL, _function_type(export)))
+    names = tuple(map(sys.intern, types))
+    device_type = _DEVICE_TYPES[device.type]
+    return bind(address, device_type, device.index or 0, torch.Tensor, names, misfit)
 
 
-class _Slot(ctypes.Structure):
-    _fields_ = (("view", View), ("takes_none", ctypes.c_int64))
+def caller_target(export: Export) -> builder.Target:
+    """The library that calls functions of this type."""
+    return builder.plan_host(CALL, _function_type(export))
 
 
-def _slots(tensors: Sequence[type], device: Any) -> tuple[Any, ...]:
-    """The address of what ``fill`` takes for so many tensors, and the arguments for ctypes in it."""
-
-    class Slots(ctypes.Structure):
-        _fields_ = (
-            ("device_type", ctypes.c_int64),
-            ("device_id", ctypes.c_int64),
-            ("slots", _Slot * len(tensors)),
-        )
-
-    slots = Slots(_DEVICE_TYPES.get(device.type, 0), device.index or 0)
-    for slot, wanted in zip(slots.slots, tensors, strict=True):
-        slot.takes_none = wanted is POINTER
-    # A pointer is its View's first field, data.
-    arguments = (
-        slot.view if wanted is View else POINTER.from_buffer(slot)
-        for slot, wanted in zip(slots.slots, tensors, strict=True)
-    )
-    return (ctypes.addressof(slots), slots, *arguments)
+def _function_type(export: Export) -> str:
+    """Its type in C++: ``int(View,float,CUstream_st*)``."""
+    parameters = [_IN_C[wanted] for wanted in export.parameters.values()]
+    if export.is_launcher:
+        parameters.append("CUstream_st*")
+    return f"{_IN_C[export.returns]}({','.join(parameters)})"
 
 
-_DEVICE_TYPES = {"cpu": 1, "cuda": 2}  # DLPack's numbers
+_LIMITS = {ctypes.c_int: 2**31, ctypes.c_int64: 2**63, ctypes.c_float: 2**1023}
+_RANGES = {ctypes.c_int: "32 bits", ctypes.c_int64: "64 bits", ctypes.c_float: "a float"}
 
 
-_MAKE_CURRENT = """
-    if current() != index:
-        with made_current(index):
-            return call(arguments)
-"""
-
-
-def _source(types: dict[str, type], on_gpu: bool) -> str:
-    """The source of what ``caller`` returns: a{i} is argument i, s{i} what ctypes gets for it if it is a tensor."""
-    tensors = [i for i, wanted in enumerate(types.values()) if wanted in (View, POINTER)]
-    values = [f"{'s' if i in tensors else 'a'}{i}" for i in range(len(types))]
-    if on_gpu:
-        values.append("current_stream(index)")
-    return f"""
-def call(arguments):
-    {_MAKE_CURRENT if on_gpu else ""}
-    try:
-        if len(arguments) != {len(types)}: raise TypeError
-        {_lines(f"a{i} = arguments[{name!r}]" for i, name in enumerate(types))}
-        {_lines(_check(i, wanted) for i, wanted in enumerate(types.values()))}
-        mine = take()
-        {", ".join(["address", "_", *(f"s{i}" for i in tensors)])} = mine
-        if fill({", ".join(["address", *(f"a{i}" for i in tensors)])}):
-            raise ValueError("a tensor has no memory, as in torch.compile")
-        result = run({", ".join(values)})
-    except misfits as error:
-        raise (misfit(arguments) or error) from None
-    give_back(mine)
-    return result
-"""
-
-
-def _check(i: int, wanted: type) -> str:
-    if wanted is View:  # fill() relies on it
-        return f"if not isinstance(a{i}, Tensor): raise TypeError"
-    if wanted is POINTER:
-        return f"if a{i} is not None and not isinstance(a{i}, Tensor): raise TypeError"
-    if wanted is ctypes.c_int:  # ctypes would cut it off
-        return f"if not {INT_MIN} <= a{i} <= {INT_MAX}: raise ValueError"
-    return ""
-
-
-def _lines(lines: Iterable[str], indent: int = 8) -> str:
-    return ("\n" + indent * " ").join(line.strip() for line in lines if line)
-
-
-def _misfit(
-    name: str, types: dict[str, type], device: Any, arguments: Arguments
-) -> Exception | None:
-    """The error that says what is wrong with the arguments; None if nothing is."""
+def _misfit(name: str, types: dict[str, type], device: Any, arguments: Arguments) -> Exception:
+    """The error that says what is wrong with the arguments."""
     missing = [n for n in types if n not in arguments]
     unknown = [n for n in arguments if n not in types]
     if missing or unknown:
@@ -168,8 +88,8 @@ def _misfit(
         if not fits[wanted]:
             got = f"{type(value).__name__} {value!r}"
             return TypeError(f"{name}: {keyword} must be {WANTED[wanted]}; got {got}")
-        if wanted is ctypes.c_int and not INT_MIN <= value <= INT_MAX:
-            return ValueError(f"{name}: {keyword} must fit 32 bits; got {value}")
+        if isinstance(value, int) and not -_LIMITS[wanted] <= value < _LIMITS[wanted]:
+            return ValueError(f"{name}: {keyword} must fit {_RANGES[wanted]}; got {value}")
     tensors = {n: value for n, value in arguments.items() if hasattr(value, "device")}
     if any(tensor.device != device for tensor in tensors.values()):
         devices = ", ".join(f"{n} on {tensor.device}" for n, tensor in tensors.items())
@@ -182,4 +102,4 @@ def _misfit(
                 return ValueError(f"{name}: {keyword} {error}")
             except RuntimeError as error:
                 return ValueError(f"{name}: {keyword} must have strides and memory: {error}")
-    return None
+    return ValueError(f"{name}: a tensor has no memory, as in torch.compile")

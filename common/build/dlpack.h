@@ -6,7 +6,7 @@
 
 // ---- Python
 
-struct PyObject;
+struct PyObject {};  // never looked into
 struct PyMethodDef {
   const char* name;
   PyObject* (*function)(PyObject* self, PyObject* const* arguments, intptr_t count);
@@ -16,11 +16,22 @@ struct PyMethodDef {
 constexpr int METH_FASTCALL = 0x80;
 
 extern "C" {
-extern PyObject _Py_NoneStruct;
+extern PyObject _Py_NoneStruct, PyLong_Type, PyFloat_Type;
 PyObject* PyCFunction_NewEx(PyMethodDef*, PyObject* self, PyObject* module);
 PyObject* PyLong_FromLong(long);
+PyObject* PyLong_FromLongLong(long long);
+PyObject* PyLong_FromVoidPtr(void*);
 void* PyLong_AsVoidPtr(PyObject*);
 long long PyLong_AsLongLong(PyObject*);
+double PyFloat_AsDouble(PyObject*);
+intptr_t PyDict_Size(PyObject*);
+PyObject* PyDict_GetItem(PyObject*, PyObject* key);  // borrowed
+intptr_t PyTuple_Size(PyObject*);
+PyObject* PyTuple_GetItem(PyObject*, intptr_t);  // borrowed
+int PyObject_IsInstance(PyObject*, PyObject* type);
+PyObject* PyObject_CallFunctionObjArgs(PyObject*, ...);
+void Py_IncRef(PyObject*);
+PyObject* PyErr_Occurred();
 void PyErr_Clear();
 void* PyEval_SaveThread();  // releases Python's lock
 void PyEval_RestoreThread(void*);
@@ -67,7 +78,9 @@ inline bool read(PyObject* object, DLTensor& tensor) {
   return false;
 }
 
-// ---- A tensor for a launcher
+// ---- What a launcher takes
+
+struct CUstream_st;
 
 struct View {  // as in tensor.cuh
   void* data;

@@ -8,12 +8,10 @@ from typing import Any
 
 from common.build import builder
 
-HERE = Path(__file__).resolve().parent
-
 
 @functools.cache
-def load(source: Path) -> ctypes.PyDLL:
-    """The library of a .cpp that includes dlpack.h.
+def load(source: Path, function_type: str | None = None) -> ctypes.PyDLL:
+    """The library of a .cpp that includes dlpack.h, with ``FUNCTION`` defined as that type if it is given.
 
     Raises:
         BuildError: it does not compile, or there is no C++ compiler.
@@ -21,7 +19,7 @@ def load(source: Path) -> ctypes.PyDLL:
     """
     import torch
 
-    target = builder.plan_host(source)
+    target = builder.plan_host(source, function_type)
     builder.make([target])
     library = ctypes.PyDLL(str(target.path))
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -40,9 +38,3 @@ def function(library: ctypes.PyDLL) -> Callable[..., Any]:
     """What the library's ``function()`` returns: a function of Python, called without ctypes."""
     library.function.restype = ctypes.py_object
     return library.function()
-
-
-@functools.cache
-def fill() -> Callable[..., int]:
-    """``fill(address, *tensors)`` of views.cpp."""
-    return function(load(HERE / "views.cpp"))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from common.build import builder, interrupt, signature, toolchain
-from common.build.call import Arguments, Gpu, caller
+from common.build.call import Arguments, caller, caller_target
 
 ORDERS = ("forward", "reverse", "random")
 
@@ -134,8 +134,7 @@ class Kernels:
         Raises:
             As :meth:`launch`.
         """
-        function, _ = self._function(name, device, check=False, launcher=True)
-        return ctypes.cast(function, ctypes.c_void_p).value
+        return self._function(name, device, check=False, launcher=True)[0]
 
     def query(self, name: str, device: Any, /, **arguments: Any) -> int:
         """What a query of the .cu, as built for this device, returns.
@@ -148,8 +147,7 @@ class Kernels:
         Raises:
             As ``launch``.
         """
-        function, types = self._function(name, device, _settings.check, launcher=False)
-        return caller(name, types, device, function)(arguments)
+        return self._caller(name, device, _settings.check, launcher=False)(arguments, 0)
 
     def has_query(self, name: str) -> bool:
         """Whether the .cu exports such a query. Builds nothing."""
@@ -161,8 +159,8 @@ class Kernels:
 
     def _function(
         self, name: str, device: Any, check: bool, launcher: bool
-    ) -> tuple[Any, dict[str, type]]:
-        """A function of the library for this device, and the types of its parameters without the stream."""
+    ) -> tuple[int, signature.Export]:
+        """Where a function is in the library for this device, and what it takes."""
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name}: kernels run on cpu and cuda tensors; got one on {device}")
         known = {n: e for n, e in self._exports.items() if e.is_launcher == launcher}
@@ -171,20 +169,27 @@ class Kernels:
             raise TypeError(
                 f"{self.source.name} has no {what} {name!r}; it has {', '.join(known) or 'none'}"
             )
+        # Built with the kernels, and so at the same time.
+        callers = tuple(caller_target(export) for export in self._exports.values())
         if device.type == "cuda":
-            path = _library_for_gpu(self.source, device)
+            path = _library_for_gpu(self.source, device, callers)
         else:
-            path = builder.build([self.source], "cpu", check=check)[0]
-        function = _load(path)[name]  # an object of its own: its types are set here
-        function.restype = known[name].returns
-        function.argtypes = [*known[name].parameters.values(), *[ctypes.c_void_p] * launcher]
-        return function, known[name].parameters
+            kernels = builder.plan(self.source, "cpu", check=check)
+            builder.make([kernels, *callers])
+            path = kernels.path
+        return ctypes.cast(getattr(_load(path), name), ctypes.c_void_p).value, known[name]
+
+    def _caller(
+        self, name: str, device: Any, check: bool, launcher: bool
+    ) -> Callable[[Arguments, int], int]:
+        address, export = self._function(name, device, check, launcher)
+        return caller(name, export, address, device)
 
     def _launcher(self, name: str, device: Any, check: bool) -> Callable[[Arguments], int | None]:
-        function, types = self._function(name, device, check, launcher=True)
+        call = self._caller(name, device, check, launcher=True)
         if device.type == "cuda":
-            return caller(name, types, device, function, _gpu(device))
-        call = caller(name, types, device, _run_on_cpu(name, function))
+            return _run_on_gpu(call, device.index)
+        call = _run_on_cpu(name, call)
         return _registering(call) if check else call
 
 
@@ -213,13 +218,20 @@ def target_for(source: Path, device: Any) -> builder.Target:
 # ---- on a GPU
 
 
-@functools.cache
-def _gpu(device: Any) -> Gpu:
+def _run_on_gpu(call: Callable[[Arguments, int], int], index: int) -> Callable[[Arguments], int]:
+    """What calls a launcher with a GPU as the current one, on torch's current stream for it."""
     import torch
 
-    # torch.cuda.current_stream() builds an object: 3 us
-    stream = torch._C._cuda_getCurrentRawStream
-    return Gpu(device.index, torch._C._cuda_getDevice, stream, torch.cuda.device)
+    current = torch._C._cuda_getDevice
+    current_stream = torch._C._cuda_getCurrentRawStream  # torch.cuda.current_stream() takes 3 us
+
+    def run(arguments: Arguments) -> int:
+        if current() != index:
+            with torch.cuda.device(index):
+                return call(arguments, current_stream(index))
+        return call(arguments, current_stream(index))
+
+    return run
 
 
 def _fail(name: str, status: int) -> NoReturn:
@@ -237,22 +249,24 @@ def _fail(name: str, status: int) -> NoReturn:
 
 
 @functools.cache
-def _library_for_gpu(source: Path, device: Any) -> Path:
-    return builder.make([target_for(source, device)])[-1].target.path
+def _library_for_gpu(source: Path, device: Any, callers: tuple[builder.Target, ...]) -> Path:
+    kernels = target_for(source, device)
+    builder.make([kernels, *callers])
+    return kernels.path
 
 
 # ---- on the CPU
 
 
-def _run_on_cpu(name: str, function: Any) -> Callable[..., None]:
-    """What calls a launcher with these values, and asks the CPU layer what went wrong."""
+def _run_on_cpu(name: str, call: Callable[[Arguments, int], int]) -> Callable[[Arguments], None]:
+    """What calls a launcher, and asks the CPU layer what went wrong."""
     runtime = _runtime()
 
-    def run(*values: Any) -> None:
+    def run(arguments: Arguments) -> None:
         _configure(runtime, _settings)
         interrupt.begin(name)
         try:
-            status = function(*values, None)
+            status = call(arguments, 0)
         finally:
             interrupt.end()
         # Asked even after a 0: a launcher that forgets cudaGetLastError() does not hide what went wrong.

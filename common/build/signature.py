@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+INT_MAX = 2**31 - 1
 
 
 class View(ctypes.Structure):
