@@ -81,6 +81,8 @@ def gpu(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: profiler)
+    event = SimpleNamespace(record=bool, synchronize=bool, elapsed_time=lambda end: 1.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: HOPPER)
     return done
@@ -102,7 +104,7 @@ def test_the_kernels_of_a_call(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(counters.library, "target_for", lambda source, device: built)
 
     def refuses():
-        raise RuntimeError("No available kernel.\nAborting")
+        raise RuntimeError("No kernel, /its/folder/api.cpp:7, 1 / 2.\nAborting")
 
     ours = Subject("ours", lambda: lambda: gpu.append("call"), tmp_path / "k.cu")
     theirs = Subject("theirs", lambda: lambda: gpu.append("call"))
@@ -113,9 +115,9 @@ def test_the_kernels_of_a_call(gpu, monkeypatch, tmp_path):
         ["theirs", "k", "40", "-", "1.0", "128", "132", "12", "75%"],
         ["theirs", "l", "32", "-", "0.0", "64", "132", "32", "100%"],
     ]
-    assert refused == [["refused", "No available kernel.", *["-"] * 7]]
-    assert {len(row) for row in kernels + refused} == {len(counters.RESOURCES)}
-    assert gpu == ["call", "synchronize"] * 4
+    assert refused == [["refused", "No kernel, api.cpp:7, 1 / 2."]]
+    assert {len(row) for row in kernels} == {len(counters.RESOURCES)}
+    assert gpu == ["call", "call", "synchronize", "call", "synchronize"] * 2
 
 
 def test_ncu_counts_one_call_of_each(gpu):

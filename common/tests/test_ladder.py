@@ -22,6 +22,7 @@ from task4.ladder import __main__ as command
 from task4.ladder import benchmark, plot, record, table, test
 from task4.ladder.benchmark import PRECISIONS, SEQS, Cell
 from task4.ladder.evidence import bars
+from task4.ladder.evidence import counters as evidence_counters
 from task4.ladder.record import Record, Tables, Times
 from task4.ladder.rungs import FOLDER, RUNGS, by_number
 
@@ -414,12 +415,13 @@ def test_nothing_spills_and_no_wgmma_is_serialised():
 
 
 def test_what_limits_a_rung(on_gpu, monkeypatch, capsys):
-    def launched(subject):
-        if subject.label == FA3.label:
-            raise ImportError("flash_attn_interface cannot be imported")
+    def launched(subject, call):
         return [counters._kernel("void k<8>(int)", launch(168, 214_016, 384), {"k<8>": 16}, HOPPER)]
 
+    missing = "flash_attn_interface cannot be imported"
     monkeypatch.setattr(counters, "_launched", launched)
+    monkeypatch.setattr(counters, "seconds_of", lambda call: missing if call is FA3 else 1.0)
+    monkeypatch.setattr(evidence_counters, "_call", lambda method, *_: method)
     monkeypatch.setattr(counters.shutil, "which", lambda _: None)
     assert command.main(["--profile"]) == 0
     out = capsys.readouterr().out
@@ -437,7 +439,8 @@ def test_what_limits_a_rung(on_gpu, monkeypatch, capsys):
     methods = [r for r in RUNGS if BF16.has(r)] + [EFFICIENT, FLASH, CUDNN]
     subjects = [method.label for method in methods]
     assert command.main(["--profile"]) == 0
-    resources, counts = record.load()["bfloat16"].profile.grids
+    resources, not_profiled, counts = record.load()["bfloat16"].profile.grids
+    assert not_profiled.rows == [[FA3.label, missing]]
     assert resources.rows[13] == [
         "14 persistent",
         "k",
@@ -450,7 +453,6 @@ def test_what_limits_a_rung(on_gpu, monkeypatch, capsys):
         "19%",
     ]
     assert counts.rows[13] == ["14 persistent", "k", *["-"] * len(counters.UNITS), "wait"]
-    assert resources.rows[-1][:3] == [FA3.label, "flash_attn_interface cannot be imported", "-"]
     labels = [row[0] for row in counts.rows]
     assert labels[13:] == [
         "14 persistent",

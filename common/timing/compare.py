@@ -77,5 +77,6 @@ def seconds_of(function: Callable[[], object]) -> float | str:
     except (RuntimeError, ValueError) as error:  # for a backend of SDPA its warnings say why
         parts = [str(warning.message).partition(" (Triggered") for warning in said]
         useful = [text for text, found, _ in parts if found and not re.search(_EMPTY, text)]
-        return " ".join((useful[-1] if useful else str(error).splitlines()[0]).split())
+        text = useful[-1] if useful else str(error).splitlines()[0]
+        return re.sub(r"(?<!\S)/\S*/", "", " ".join(text.split()))  # without the library's folders
     return start.elapsed_time(end) / 1e3

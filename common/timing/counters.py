@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity
 from common.build import library
 from common.build.cli import resources as compiled_resources
 from common.paths import ROOT
+from common.timing.compare import seconds_of
 
 SECONDS = 300  # for ncu in all; it runs each kernel a few dozen times
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "SchedulerStats", "WarpStateStats")
@@ -91,24 +92,22 @@ def resources(subjects: Sequence[Subject]) -> tuple[Rows, Rows]:
     """What each kernel of one call takes of an SM.
 
     Returns:
-        A row of ``RESOURCES`` for each kernel that was launched, in this order; and one for each subject that does not
-        run, with the reason.
+        A row of ``RESOURCES`` for each kernel that was launched, in this order; and for each subject that does not run,
+        such as a library that does not take this dtype, its label and the reason.
     """
     kernels: Rows = []
     refused: Rows = []
     for subject in subjects:
-        try:
-            kernels += [[subject.label, *row] for row in _launched(subject)]
-        except (RuntimeError, ImportError) as error:  # a library that does not take these
-            reason = str(error).splitlines()[0]
-            refused.append([subject.label, reason, *["-"] * (len(RESOURCES) - 2)])
+        call = subject.prepare()
+        if isinstance(reason := seconds_of(call), str):
+            refused.append([subject.label, reason])
+        else:
+            kernels += [[subject.label, *row] for row in _launched(subject, call)]
     return kernels, refused
 
 
-def _launched(subject: Subject) -> Rows:
+def _launched(subject: Subject, call: Callable[[], object]) -> Rows:
     """``RESOURCES`` of the kernels of one call, without the label."""
-    call = subject.prepare()
-    call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         call()

@@ -16,14 +16,16 @@ from task4.ladder.rungs import RUNGS, Rung
 
 
 def profile(ladder: Sequence[Rung], precision: Precision, cell: Cell) -> Iterator[Grid]:
-    """What the kernels of these rungs and of the libraries take of an SM, then what ncu counts.
+    """What the kernels of these rungs and of the libraries take of an SM, which do not run, and what ncu counts.
 
     Raises:
         NoCounters: it cannot.
     """
     title = f"{precision.name}, {cell.key}"
     kernels, refused = resources(_subjects(ladder, precision, cell))
-    yield Grid(f"{title}: resources", RESOURCES, kernels + refused)
+    yield Grid(f"{title}: resources", RESOURCES, kernels)
+    if refused:
+        yield Grid(f"{title}: not profiled", ["", "reason"], refused)
     command = [sys.executable, "-m", __spec__.name, precision.name, json.dumps(asdict(cell))]
     counted = count(kernels, command, advice="ask for fewer rungs with --rung")
     yield Grid(f"{title}: ncu, in per cent of what each unit could do", COUNTERS, counted)
