@@ -3,22 +3,32 @@
 python -m task4.test [--attention | --layer] [--check] [--no-timing]
 """
 
+import contextlib
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from common.check import AttentionCase, Case, Suite, assert_close
+from common.check import (
+    AttentionCase,
+    Case,
+    CheckFailed,
+    Suite,
+    Watch,
+    assert_close,
+    strided_output,
+)
 from common.check.attention import (
     attention_float64,
     attention_pytorch,
     hide_invisible,
     mistakes,
 )
+from common.check.poison import hide_, is_poison
 from common.memory import fit_batch
 from common.timing import Backend, Benchmark, all_alike, measure, sdpa
 from task4 import attention, prefill
-from task4.attention import TILES, CustomFlashAttention, custom_flash_attention, flash_attention
+from task4.attention import TILES, CustomFlashAttention, flash_attention
 
 suite = Suite(
     "task4",
@@ -33,13 +43,20 @@ suite = Suite(
 )
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
+LAUNCHER = "task4 flash_attention"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TileCase(AttentionCase):
-    """``large_tile``: on the CPU, the tile that a GPU takes where it has room for it."""
+    """Attention in tiles.
+
+    Args:
+        large_tile: on the CPU, the tile that a GPU takes where it has room for it.
+        gaps: the kernel's output has gaps between its rows, heads and sequences.
+    """
 
     large_tile: bool = False
+    gaps: bool = False
 
 
 ATTENTION = [
@@ -66,12 +83,20 @@ ATTENTION = [
     TileCase("a sequence without keys", why="its rows give 0, not NaN", batch=2, q_len=20, head_dim=32, seqlens=(0, 20)),
     TileCase("slices of one qkv tensor", why="rows of q, k and v are 3 hidden_dim apart", small=True, q_len=40, head_dim=32, layout="fused"),
     TileCase("transposed heads", why="(batch, heads, seq, head_dim) in memory, as Hugging Face has it", q_len=40, head_dim=64, layout="heads first"),
-    TileCase("odd alignment", why="rows that start at odd addresses", q_len=40, head_dim=33, layout="odd"),
+    TileCase("odd alignment", why="rows that start at odd addresses", small=True, q_len=40, head_dim=33, layout="odd"),
+    TileCase("different strides", why="q, k and v each have strides of their own", small=True, q_len=20, kv_len=40, head_dim=32, layout="apart"),
+    TileCase("an output with gaps", why="out has strides of its own", small=True, q_len=40, head_dim=32, gaps=True),
+    TileCase("past 2^31 elements on a laptop", why="offsets need 64 bits", devices=("cpu",), q_len=20, head_dim=32, layout="far"),
+    TileCase("another scale", why="scale need not be 1 / sqrt(head_dim)", small=True, q_len=20, head_dim=32, scale=0.7),
+    TileCase("very negative scores", why="scores of about -700: exp of each alone is 0", q_len=40, head_dim=64, opposed=9.0),
     TileCase("large scores", why="scores in the hundreds", q_len=64, head_dim=64, magnitude=10.0),
     TileCase("one huge key", why="the maximum jumps from tile to tile", q_len=70, head_dim=64, huge_key=65),
     TileCase("equal keys", why="every weight is 1 / kv_len", q_len=40, head_dim=64, magnitude=0.0),
     TileCase("float16", why="16-bit in and out, fp32 inside", small=True, q_len=70, head_dim=64, heads=1, dtype=HALF, causal=True),
     TileCase("bfloat16", why="16-bit in and out, fp32 inside", q_len=70, head_dim=128, dtype=BFLOAT),
+    TileCase("float16, products above 65504", why="q k^T does not fit float16", q_len=40, head_dim=64, dtype=HALF, magnitude=60.0),
+    TileCase("bfloat16, many keys", why="sums kept in 16 bits stop growing", q_len=4, kv_len=5000, head_dim=16, batch=1, heads=1, dtype=BFLOAT, magnitude=0.0, v_mean=0.7),
+    TileCase("float16, many keys", why="sums kept in 16 bits stop growing", q_len=4, kv_len=5000, head_dim=16, batch=1, heads=1, dtype=HALF, magnitude=0.0, v_mean=0.7),
     TileCase("long", why="S 1024 without a GPU", q_len=1024, head_dim=64, batch=1, devices=("cpu",), causal=True),
     TileCase("course size", why="S 4096, head_dim 128", devices=("cuda",), batch=1, q_len=4096, head_dim=128, heads=8, causal=True),
     TileCase("course size, odd", why="S 4095, head_dim 128", devices=("cuda",), batch=2, q_len=4095, head_dim=128, heads=4),
@@ -90,8 +115,11 @@ def kernel_matches_float64(case, device, rng):
     truth, pytorch = (f(q, k, v, **visible) for f in (attention_float64, attention_pytorch))
     inputs = q, k.clone(), v.clone()
     hide_invisible(k, v, **visible)
+    gaps = strided_output("out") if case.gaps else contextlib.nullcontext()
+    with gaps, Watch() as did:
+        got = flash_attention(q, k, v, **visible, tile=tile)
     assert_close(
-        flash_attention(q, k, v, **visible, tile=tile),
+        got,
         truth,
         pytorch,
         axes=("batch", "row", "head", "column"),
@@ -103,6 +131,7 @@ def kernel_matches_float64(case, device, rng):
             ),
         },
     )
+    did.expect({LAUNCHER: bool(case.kv_len)}, memory=got.nbytes)
 
 
 def _last_tile(q, k, B_c):
@@ -131,37 +160,36 @@ def far_rows_match_float64(case, device, rng):
     )
 
 
-@suite.check(
-    "attention",
-    [Case("no S x S tensor", why="memory grows with S, not S squared", q_len=1000)],
-    kernels=False,
-)
-def allocates_only_the_output(case, device, rng):
-    q, k, v = (rng.randn(1, case.q_len, 2 * 32) for _ in range(3))
-    largest = _largest_allocation(lambda: custom_flash_attention(q, k, v, 2, causal=True))
-    assert largest <= q.numel(), (
-        f"a tensor of {largest:,} elements was allocated; the output has {q.numel():,}"
-    )
+SKIPPED = [
+    TileCase("square", why="tile (i, j) with j > i is fully masked", small=True, q_len=96, head_dim=32, heads=1, batch=1),
+    TileCase("ragged", why="the last tile is partial", q_len=75, head_dim=64, heads=1),
+    TileCase("more keys than queries", why="the diagonal starts further right", q_len=70, kv_len=134, head_dim=32),
+    TileCase("large tile", why="B_r > B_c: two tiles of keys on the diagonal", q_len=300, head_dim=64, heads=1, batch=1, large_tile=True),
+]  # fmt: skip
 
 
-def _largest_allocation(run):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    sizes = [0]
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            sizes.extend(
-                t.untyped_storage().nbytes() // t.element_size()
-                for t in [out]
-                if isinstance(t, torch.Tensor)
-            )
-            return out
-
-    with Watch():
-        run()
-    return max(sizes)
+@suite.check("attention", SKIPPED)
+def tiles_above_the_diagonal_are_skipped(case, device, rng):
+    q, k, v = case.qkv(rng)
+    B_r, B_c = tile = TILES[64][0] if case.large_tile else (32, 32)
+    offset = case.kv_len - case.q_len
+    first = (
+        B_r + -(-offset // B_c) * B_c
+    )  # a key where a tile begins that is above the diagonal of some
+    rows = (first - offset) // B_r * B_r  # the tiles of these rows end before it
+    clean = flash_attention(q, k, v, causal=True, tile=tile)
+    # NaN in V reaches every row whose tile is computed, even where P is 0: 0 * NaN is NaN.
+    hide_(k[:, first:])
+    hide_(v[:, first:])
+    got = flash_attention(q, k, v, causal=True, tile=tile)
+    same = (got[:, :rows] == clean[:, :rows]).all(-1).all(-1).all(0)
+    if not bool(same.all()):
+        wrong = (~same).nonzero().flatten().tolist()
+        raise CheckFailed(
+            f"keys {first} and after are above the diagonal for rows 0 to {rows - 1}, so their tiles should be skipped;"
+            f" but NaN there reaches {len(wrong)} of these rows, the first is {wrong[0]}",
+            not_written=bool(is_poison(got).all()),
+        )
 
 
 LAYER = [
@@ -178,23 +206,27 @@ def layer_matches_float64(case, device, rng):
         rng.randn(case.hidden, case.hidden, scale=case.hidden**-0.5, dtype=case.dtype)
         for _ in range(4)
     ]
-    x = rng.randn(case.batch, case.seq, case.hidden, dtype=case.dtype)
-
-    def by(attend, x, weights):
-        q, k, v = ((x @ w.T).unflatten(-1, (case.heads, -1)) for w in weights[:3])
-        return attend(q, k, v, causal=case.causal).flatten(2) @ weights[3].T
-
     layer = CustomFlashAttention(*weights, case.hidden, case.heads)
-    ours = [layer(x, causal=case.causal)]
-    if device.type == "cuda":  # where a prompt may get another kernel
-        ours.append(_layer_with(prefill.fast_attention, layer, x, case.causal))
-    for got in ours:
-        assert_close(
-            got,
-            by(attention_float64, x.double(), [w.double() for w in weights]),
-            by(attention_pytorch, x, weights),
-            axes=("batch", "row", "column"),
-        )
+
+    def by(attend, x, weights, causal):
+        q, k, v = ((x @ w.T).unflatten(-1, (case.heads, -1)) for w in weights[:3])
+        return attend(q, k, v, causal=causal).flatten(2) @ weights[3].T
+
+    # Twice: a layer that keeps a mask from its first call is wrong in the second.
+    for seq, causal in ((case.seq, case.causal), (case.seq - 7, not case.causal)):
+        x = rng.randn(case.batch, seq, case.hidden, dtype=case.dtype)
+        with Watch() as did:
+            ours = [layer(x, causal=causal)]
+        if device.type == "cuda":  # where a prompt may get another kernel
+            ours.append(_layer_with(prefill.fast_attention, layer, x, causal))
+        for got in ours:
+            assert_close(
+                got,
+                by(attention_float64, x.double(), [w.double() for w in weights], causal),
+                by(attention_pytorch, x, weights, causal),
+                axes=("batch", "row", "column"),
+            )
+        did.expect({LAUNCHER: 1}, memory=None, torch_computes=True)
 
 
 def _layer_with(attend, layer, x, causal):

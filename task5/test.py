@@ -3,17 +3,28 @@
 python -m task5.test [--cache | --decode | --splits | --layer] [--check] [--no-timing]
 """
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
 
-from common.check import AttentionCase, Case, CheckFailed, Suite, assert_close
+from common.check import (
+    AttentionCase,
+    Case,
+    CheckFailed,
+    Suite,
+    Watch,
+    assert_close,
+    strided_output,
+)
 from common.check.attention import (
     attention_float64,
     attention_pytorch,
     hide_invisible,
     mistakes,
 )
+from common.check.attention_case import lay_out
+from common.check.poison import hide_
 from common.timing import Backend, Benchmark, all_alike, measure, sdpa
 from task5 import attention
 from task5.attention import CustomFlashAttention, flash_attention_decode, update_kv_cache
@@ -33,6 +44,7 @@ suite = Suite(
 )
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
+DECODE_LAUNCHER = "task5 flash_attention_decode"
 CACHE = [
     Case("first row", why="the start of the cache", small=True, batch=1, n=1, hidden=64, max_seq_len=8, pos=0),
     Case("last row", why="the end of the cache", small=True, batch=2, n=1, hidden=64, max_seq_len=8, pos=7),
@@ -42,6 +54,8 @@ CACHE = [
     Case("one position per sequence", why="positions on the device", small=True, batch=3, n=2, hidden=64, max_seq_len=16, pos=(0, 14, 5)),
     Case("positions past the end", why="rows that do not fit are not written", small=True, batch=3, n=2, hidden=64, max_seq_len=16, pos=(-1, 15, 16)),
     Case("slices of one qkv tensor", why="rows of k and v are 3 hidden_dim apart", small=True, batch=2, n=3, hidden=64, max_seq_len=8, pos=2, fused=True),
+    Case("caches with gaps", why="k_cache, v_cache, k and v each have strides of their own", small=True, batch=2, n=3, hidden=64, max_seq_len=8, pos=2, layout="gaps"),
+    Case("past 2^31 elements", why="offsets need 64 bits", batch=2, n=3, hidden=64, max_seq_len=8, pos=2, layout="far"),
     Case("float16", why="16-bit caches", batch=2, n=3, hidden=64, max_seq_len=8, pos=2, dtype=HALF),
     Case("bfloat16", why="16-bit caches", batch=2, n=3, hidden=64, max_seq_len=8, pos=2, dtype=BFLOAT),
 ]  # fmt: skip
@@ -49,43 +63,67 @@ CACHE = [
 
 @suite.check("cache", CACHE)
 def update_writes_these_rows_only(case, device, rng):
-    dtype = case.values.get("dtype", torch.float32)
-    k_cache, v_cache = (
-        rng.randn(case.batch, case.max_seq_len, case.hidden, dtype=dtype) for _ in range(2)
-    )
-    if case.values.get("fused"):
-        _, k, v = rng.randn(case.batch, case.n, 3 * case.hidden, dtype=dtype).chunk(3, dim=-1)
-    else:
-        k, v = (rng.randn(case.batch, case.n, case.hidden, dtype=dtype) for _ in range(2))
-    before = k_cache.clone()
+    k_cache, v_cache, k, v, behind = _cache_and_rows(case, rng)
+    before = [t.clone() for t in behind]
     expected = [k_cache.clone(), v_cache.clone()]
     positions = case.pos if isinstance(case.pos, tuple) else (case.pos,) * case.batch
     for b, pos in enumerate(positions):
         for i in range(case.n):
             if 0 <= pos + i < case.max_seq_len:
                 expected[0][b, pos + i], expected[1][b, pos + i] = k[b, i], v[b, i]
+    untouched = k_cache.clone()
     pos = (
         torch.tensor(case.pos, dtype=torch.int32, device=device)
         if isinstance(case.pos, tuple)
         else case.pos
     )
-    update_kv_cache(k_cache, v_cache, k, v, pos)
+    with Watch() as did:
+        update_kv_cache(k_cache, v_cache, k, v, pos)
     for name, got, wanted in (("k_cache", k_cache, expected[0]), ("v_cache", v_cache, expected[1])):
         if not torch.equal(got, wanted):
             b, row = (got != wanted).any(-1).nonzero()[0].tolist()
             raise CheckFailed(
                 f"{name} differs first at batch {b}, row {row}: {int((got != wanted).sum())} elements. "
                 f"Rows {case.pos} ... + {case.n} of each sequence should be the new ones, the others untouched",
-                not_written=torch.equal(k_cache, before),
+                not_written=torch.equal(k_cache, untouched),
             )
+    for name, got, wanted in zip(("k_cache", "v_cache"), behind, before, strict=False):
+        if not torch.equal(got.view(torch.int32), wanted.view(torch.int32)):
+            raise CheckFailed(f"something was written into the gaps between the rows of {name}")
+    did.expect({"task5 update_kv_cache": 1}, memory=0)
+
+
+def _cache_and_rows(case, rng):
+    """k_cache, v_cache, k and v; and what of the caches' memory is behind each row."""
+    dtype, layout = case.values.get("dtype", torch.float32), case.values.get("layout")
+    sizes = (case.max_seq_len, case.max_seq_len, case.n, case.n)
+    tensors = [rng.randn(case.batch, length, case.hidden, dtype=dtype) for length in sizes]
+    if case.values.get("fused"):
+        tensors[2:] = rng.randn(case.batch, case.n, 3 * case.hidden, dtype=dtype).chunk(3, -1)[1:]
+    if layout == "far":
+        tensors = [lay_out("far", *[t.unsqueeze(2)] * 3)[0].squeeze(2) for t in tensors]
+    if layout != "gaps":
+        return *tensors, []
+    wide = [
+        hide_(t.new_empty(case.batch, t.shape[1] + i, case.hidden + 4 * i + 4))
+        for i, t in enumerate(tensors)
+    ]
+    views = [w[:, : t.shape[1], : case.hidden].copy_(t) for w, t in zip(wide, tensors, strict=True)]
+    return *views, [w[..., case.hidden :] for w in wide[:2]]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DecodeCase(AttentionCase):
-    """``num_splits``: into which the keys are split; None: as the rule chooses."""
+    """One query on a cache.
+
+    Args:
+        num_splits: into which the keys are split; None: as the rule chooses.
+        gaps: the kernel's output has gaps between its heads and sequences.
+    """
 
     q_len: int = 1
     num_splits: int | None = 1
+    gaps: bool = False
 
 
 DECODE = [
@@ -106,6 +144,16 @@ DECODE = [
     DecodeCase("large scores", why="scores in the hundreds", batch=4, heads=16, kv_len=64, head_dim=64, magnitude=10.0),
     DecodeCase("equal keys", why="every weight is 1 / kv_len", kv_len=64, head_dim=64, magnitude=0.0),
     DecodeCase("part of a cache", why="a view of the first rows of a longer cache, with NaN behind", small=True, kv_len=40, layout="cache", head_dim=64),
+    DecodeCase("different strides", why="q, k and v each have strides of their own", small=True, kv_len=40, head_dim=64, layout="apart"),
+    DecodeCase("odd alignment", why="rows that start at odd addresses", small=True, kv_len=40, head_dim=64, layout="odd"),
+    DecodeCase("an output with gaps", why="out has strides of its own", small=True, heads=3, kv_len=40, head_dim=64, gaps=True),
+    DecodeCase("past 2^31 elements", why="offsets need 64 bits", devices=("cpu",), kv_len=1, head_dim=64, layout="far"),
+    DecodeCase("another scale", why="scale need not be 1 / sqrt(head_dim)", small=True, kv_len=40, head_dim=64, scale=0.7),
+    # as many rows as in large scores, for the same reason
+    DecodeCase("very negative scores", why="scores of about -700: exp of each alone is 0", batch=4, heads=16, kv_len=40, head_dim=64, opposed=9.0),
+    DecodeCase("float16, products above 65504", why="q k^T does not fit float16", batch=4, heads=16, kv_len=40, head_dim=64, dtype=HALF, magnitude=60.0),
+    DecodeCase("bfloat16, many keys", why="sums kept in 16 bits stop growing", batch=1, heads=1, kv_len=5000, head_dim=16, dtype=BFLOAT, magnitude=0.0, v_mean=0.7),
+    DecodeCase("float16, many keys", why="sums kept in 16 bits stop growing", batch=1, heads=1, kv_len=40000, head_dim=16, dtype=HALF, magnitude=0.0, v_mean=0.7),
     DecodeCase("float16", why="16-bit cache, fp32 inside", small=True, kv_len=70, head_dim=64, dtype=HALF),
     DecodeCase("bfloat16", why="16-bit cache, fp32 inside", kv_len=70, head_dim=128, dtype=BFLOAT),
     DecodeCase("course size", why="B16, 32 heads, 1,024 keys", devices=("cuda",), batch=16, heads=32, kv_len=1024, head_dim=128),
@@ -117,6 +165,13 @@ SPLITS = [
     DecodeCase("more splits than full", why="splits without any key", small=True, kv_len=9, head_dim=64, num_splits=7),
     DecodeCase("splits past a sequence's end", why="some splits see no key of some sequences", batch=3, kv_len=90, head_dim=64, seqlens=(90, 1, 40), num_splits=3),
     DecodeCase("splits and padding", why="some splits are all padding", batch=2, kv_len=90, head_dim=64, leftpad=(50, 89), num_splits=3),
+    DecodeCase("splits of head_dim 80", why="partial results of other widths", small=True, kv_len=40, head_dim=80, num_splits=3),
+    DecodeCase("splits of head_dim 33", why="partial results of odd widths", kv_len=40, head_dim=33, num_splits=3),
+    DecodeCase("splits without a sequence", why="all splits of a sequence are empty: 0, not NaN", small=True, batch=2, kv_len=30, head_dim=64, seqlens=(0, 30), num_splits=3),
+    DecodeCase("splits with large scores", why="2^lse of a split alone does not fit a float", batch=4, heads=16, kv_len=64, head_dim=64, magnitude=10.0, num_splits=3),
+    DecodeCase("splits with very negative scores", why="2^lse of every split is 0", batch=4, heads=16, kv_len=40, head_dim=64, opposed=9.0, num_splits=3),
+    DecodeCase("splits with different strides", why="each split begins at its own row", kv_len=40, head_dim=64, layout="apart", num_splits=3),
+    DecodeCase("splits, an output with gaps", why="out has strides of its own", heads=3, kv_len=40, head_dim=64, gaps=True, num_splits=3),
     DecodeCase("bfloat16", why="partial results stay fp32", kv_len=70, head_dim=128, dtype=BFLOAT, num_splits=2),
     DecodeCase("long", why="the splits that the rule chooses", devices=("cuda",), batch=1, heads=32, kv_len=30000, head_dim=128, num_splits=None),
 ]  # fmt: skip
@@ -139,13 +194,21 @@ def compare_decode(case, device, rng):
     truth, pytorch = (f(q, k, v, **visible) for f in (attention_float64, attention_pytorch))
     inputs = q, k.clone(), v.clone()
     hide_invisible(k, v, **visible)
+    gaps = strided_output("out") if case.gaps else contextlib.nullcontext()
+    with gaps, Watch() as did:
+        got = flash_attention_decode(q, k, v, **visible, num_splits=case.num_splits)
     assert_close(
-        flash_attention_decode(q, k, v, **visible, num_splits=case.num_splits),
+        got,
         truth,
         pytorch,
         axes=("batch", "row", "head", "column"),
         suspects=mistakes(*inputs, **visible),
     )
+    splits = case.num_splits or attention.choose_num_splits(
+        case.batch * case.heads, case.kv_len, attention.sm_count(device)
+    )
+    partial = 4 * case.batch * case.heads * splits * (case.head_dim + 1) if splits > 1 else 0
+    did.expect({DECODE_LAUNCHER: bool(case.kv_len)}, memory=got.nbytes + partial)
 
 
 RULE = [
@@ -210,11 +273,20 @@ def every_step_matches_float64(case, device, rng):
     pos = 0
     for n in case.chunks:
         step = slice(pos, pos + n)
-        got = layer(x[:, step], caches, decode=n == 1, current_pos=pos, causal=True)
+        with Watch() as did:
+            got = layer(x[:, step], caches, decode=n == 1, current_pos=pos, causal=True)
         # The whole sequence decides the budget: PyTorch's loss in a single row can be 0 by luck.
         everything = pytorch.clone()
         everything[:, step] = got
         assert_close(everything, exact, pytorch, axes=("batch", "token", "column"))
+        if n == 1 or device.type == "cpu":  # on a GPU a prompt may get another kernel
+            attend = DECODE_LAUNCHER if n == 1 else "task4 flash_attention"
+            splits = attention.choose_num_splits(
+                case.batch * case.heads, pos + n, attention.sm_count(device)
+            )
+            # the projections, the kernel's output, partial results of the splits: but not the cache
+            memory = 16 * got.nbytes + 4 * case.batch * splits * (h + case.heads)
+            did.expect({"task5 update_kv_cache": 1, attend: 1}, memory=memory, torch_computes=True)
         pos += n
 
 

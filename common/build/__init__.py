@@ -13,11 +13,12 @@ Importing this does not import torch, start a compiler or touch a GPU.
 
 from common.build.builder import build
 from common.build.cli import compile_main
-from common.build.library import KernelError, Kernels, dtype_code, using
+from common.build.library import Arguments, KernelError, Kernels, dtype_code, observing, using
 from common.build.signature import View
 from common.build.toolchain import BuildError
 
 __all__ = [
+    "Arguments",
     "BuildError",
     "KernelError",
     "Kernels",
@@ -25,5 +26,6 @@ __all__ = [
     "build",
     "compile_main",
     "dtype_code",
+    "observing",
     "using",
 ]

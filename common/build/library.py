@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -75,6 +76,35 @@ def using(
         _settings = before
 
 
+# Called for a launch: the kernels, the launcher's name, its arguments, and what launches it with these or others.
+Observer = Callable[["Kernels", str, Arguments, Callable[[Arguments], None]], None]
+
+_observer: Observer | None = None
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """A context in which ``observer`` is called in place of each launch, on any device. Within it another may begin.
+
+    It is called with the kernels, the name and arguments of the launch, and with what does it:
+    ``lambda kernels, name, arguments, launch: launch(arguments)`` changes nothing.
+    """
+    global _observer
+    outer = _observer
+
+    def both(
+        kernels: "Kernels", name: str, arguments: Arguments, launch: Callable[[Arguments], None]
+    ) -> None:
+        inner = partial(observer, kernels, name, launch=launch)
+        outer(kernels, name, arguments, inner) if outer else inner(arguments)
+
+    _observer = both
+    try:
+        yield
+    finally:
+        _observer = outer
+
+
 @functools.cache
 def dtype_code(dtype) -> int:
     """The number that stands for a dtype in a launcher's arguments: float32 0, float16 1, bfloat16 2.
@@ -121,6 +151,12 @@ class Kernels:
             BuildError: the .cu does not compile.
             KernelError: the launcher returned an error.
         """
+        if _observer is None:
+            self._launch(name, arguments)
+        else:
+            _observer(self, name, arguments, partial(self._launch, name))
+
+    def _launch(self, name: str, arguments: Arguments) -> None:
         key = (name, _device_of(name, arguments), _settings.check)
         call = self._calls.get(key)
         if call is None:

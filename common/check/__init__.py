@@ -21,9 +21,11 @@ if __name__ == "__main__":
 from common.check.attention_case import AttentionCase
 from common.check.case import Case
 from common.check.compare import FACTOR, CheckFailed, assert_close
+from common.check.guards import strided_output
 from common.check.poison import poisoned
 from common.check.rng import Rng
 from common.check.suite import Suite
+from common.check.watch import Watch
 
 __all__ = [
     "FACTOR",
@@ -32,6 +34,8 @@ __all__ = [
     "CheckFailed",
     "Rng",
     "Suite",
+    "Watch",
     "assert_close",
     "poisoned",
+    "strided_output",
 ]

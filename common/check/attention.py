@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from common.check.poison import hide_
 from common.timing import Backend, sdpa
 
 
@@ -90,8 +91,8 @@ def hide_invisible(
     for lengths, hidden in ((seqlens_k, torch.ge), (leftpad_k, torch.lt)):
         if lengths is not None:
             outside = hidden(j, lengths[:, None])[:, :, None, None]  # (batch, kv_len, 1, 1)
-            k.masked_fill_(outside, torch.nan)
-            v.masked_fill_(outside, torch.nan)
+            hide_(k, outside)
+            hide_(v, outside)
 
 
 def mistakes(

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from common.build import using
+from common.check.guards import guarded
 from common.check.poison import poisoned
 from common.check.rng import Rng
 from common.record import Stage
@@ -93,8 +95,6 @@ class Item:
         if self.target != "cpu-check":
             self._run_once(seed)
             return
-        from common.build import using
-
         for number, (order, eager) in enumerate(CHECK_SETTINGS):
             with using(check=True, order=order, seed=seed + number, eager_copies=eager):
                 try:
@@ -111,6 +111,8 @@ class Item:
             stack.enter_context(poisoned())
             if self.target == "cuda":
                 stack.enter_context(torch.cuda.device(self.device))
+            elif self.target == "cpu" and self.check.kernels:
+                stack.enter_context(guarded())
             rng = Rng(seed, self.device, self.stage.name, self.check.name, self.case.name)
             self.check.function(self.case, self.device, rng)
             if self.target == "cuda":

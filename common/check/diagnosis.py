@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from common.check.difference import Difference
-from common.check.poison import is_poison
+from common.check.poison import is_guard, is_hidden, is_poison
 
 Suspect = Tensor | Callable[[], Tensor]
 
@@ -32,6 +32,8 @@ def diagnose(found: Difference, suspects: Mapping[str, Suspect]) -> list[str]:
 def _nothing_written(found: Difference) -> str | None:
     if not bool(found.got.isnan().all()):
         return None
+    if line := _read(found):
+        return line
     if bool(is_poison(found.raw).all()):
         return (
             "every element is NaN, as the output was allocated: nothing was written, or all of it was"
@@ -132,6 +134,8 @@ def _reordered(found: Difference) -> str | None:
 
 def _values(found: Difference) -> str | None:
     wrong = found.got[found.bad]
+    if line := _read(found):
+        return line
     if _unwritten(found):
         return "the wrong elements are NaN, as they were allocated: they were never written"
     if bool(wrong.isnan().all()):
@@ -143,6 +147,22 @@ def _values(found: Difference) -> str | None:
         return "the wrong elements are all 0"
     if bool(wrong.isinf().all()):
         return "the wrong elements are infinite: exp without the maximum, or a division by 0"
+    return None
+
+
+def _read(found: Difference) -> str | None:
+    """NaN that stood in an input, or outside of all tensors."""
+    wrong = found.bad
+    if bool(is_hidden(found.raw)[wrong].all()):
+        return (
+            "the wrong elements are a NaN that was read where no query may look: a key before leftpad_k, at or past"
+            " seqlens_k, above the diagonal, or in a part of the cache that is not filled"
+        )
+    if bool(is_guard(found.raw)[wrong].all()):
+        return (
+            "the wrong elements are a NaN that was read outside of all tensors: an index past the end"
+            " (--check on the CPU names the line)"
+        )
     return None
 
 

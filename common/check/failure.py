@@ -1,7 +1,6 @@
 """The text of a failed case."""
 
 import linecache
-import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from types import TracebackType
 
 import torch
 
+from common.build import BuildError, KernelError
 from common.check.case import Item
 from common.check.compare import CheckFailed
 from common.memory import NotEnoughMemory, free_memory, gib
@@ -27,8 +27,7 @@ def failure_of(error: Exception, item: Item, seed: int, *, rerun: bool = True) -
     """Explain the exception that ``item.run(seed)`` raised."""
     if sentence := _not_written(error, item):
         return Failure("not written", sentence)
-    build_error, kernel_error = _build_errors()
-    if isinstance(error, build_error):
+    if isinstance(error, BuildError):
         return Failure("build", str(error).strip())
     head = _headline(item)
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
@@ -47,12 +46,14 @@ def failure_of(error: Exception, item: Item, seed: int, *, rerun: bool = True) -
             f" so does python -m {item.stage.name}.test --check --device cpu, without a GPU"
         )
         return Failure("kernel", "\n".join([head, indent(first), indent(hint + tail)]))
-    if isinstance(error, kernel_error):
+    if isinstance(error, KernelError):
         return Failure("kernel", f"{head}\n{indent(str(error).strip() + tail)}")
     if isinstance(error, AssertionError) and str(error):
         place = _last_own_frame(error.__traceback__)
         return Failure("wrong", f"{head}\n{indent(f'{error}{place}{tail}')}")
-    return Failure("bug", f"{head}\n{indent(short_traceback(error) + tail)}")
+    # its traceback ends with the notes
+    again = f"\nagain: {_again(item, seed)}"
+    return Failure("bug", f"{head}\n{indent(short_traceback(error) + again)}")
 
 
 def describe_out_of_memory(error: Exception, device: torch.device) -> str:
@@ -150,11 +151,3 @@ def short_traceback(error: Exception, frames: int = 4) -> str:
 
 def _is_ours(tb: TracebackType) -> bool:
     return Path(tb.tb_frame.f_code.co_filename).parent == Path(__file__).parent
-
-
-def _build_errors() -> tuple[tuple[type, ...], tuple[type, ...]]:
-    # Stages that build nothing do not import common.build.
-    build = sys.modules.get("common.build")
-    if build is None:
-        return (), ()
-    return (build.BuildError,), (build.KernelError,)

@@ -1,0 +1,132 @@
+"""What a call does besides computing its result: which kernels it launches, what PyTorch computes, memory it takes.
+
+    with Watch() as did:
+        out = softmax(x)
+    assert_close(out, ...)
+    did.expect({"task2 batched_softmax": 1}, memory=out.nbytes)
+
+A result can be right and still not come from the kernel that the stage is about.
+"""
+
+import traceback
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common.build import Arguments, Kernels, observing
+from common.check.compare import CheckFailed
+from common.paths import ROOT
+
+# Operations that give memory or set it to a constant. Views compute nothing either.
+_HARMLESS = ("empty", "new_empty", "zero", "fill", "_unsafe_view", "lift_fresh", "detach")
+_COPIES = ("clone", "copy", "contiguous", "_to_copy", "repeat", "cat", "stack")
+_ROOM = 1024  # bytes that nobody minds: lengths, flags
+
+
+class Watch(TorchDispatchMode):
+    """A context; afterwards :meth:`expect` says whether what happened in it is as it should be.
+
+    Attributes:
+        launches: ``{"task5 flash_attention_decode": 2}``, by folder and launcher.
+        computed: PyTorch's operations that compute or copy, as ``clone (task5/attention.py:57)``.
+        memory: bytes of all tensors that were made, even if they have been freed since.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+        self.computed: list[str] = []
+        self.memory = 0
+        self._largest = (0, "")
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Watch":
+        self._stack.enter_context(observing(self._launch))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+
+    def _launch(self, kernels: Kernels, name: str, arguments: Arguments, launch: Any) -> None:
+        self.launches[f"{kernels.source.parent.name} {name}"] += 1
+        launch(arguments)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        name = function.name().removeprefix("aten::").partition(".")[0]
+        given = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for made in tree_leaves(out):
+            if isinstance(made, Tensor) and _storage(made) not in given:
+                size = made.untyped_storage().nbytes()
+                self.memory += size
+                text = f"{name} made {_shape(made)}, {size:,} bytes, at {_place()}"
+                self._largest = max(self._largest, (size, text))
+        if not (function.is_view or name.strip("_").startswith(_HARMLESS)):
+            self.computed.append(f"{name} ({_place()})")
+        return out
+
+    def expect(
+        self, launches: Mapping[str, int], *, memory: int | None, torch_computes: bool = False
+    ) -> None:
+        """CheckFailed unless these launches were made and no others.
+
+        Args:
+            launches: how often, by folder and launcher.
+            memory: how many bytes of tensors may be made: outputs and scratch. None: any.
+            torch_computes: whether PyTorch may compute too, as in a layer with projections.
+        """
+        wanted = {name: n for name, n in launches.items() if n}
+        if self.launches != wanted:
+            raise CheckFailed(
+                f"the result is right, but not by these kernels: expected {_list(wanted)};"
+                f" launched {_list(self.launches)}"
+            )
+        if self.computed and not torch_computes:
+            names = list(dict.fromkeys(self.computed))
+            copies = all(name.strip("_").startswith(_COPIES) for name in names)
+            what = "copied tensors" if copies else "computed"
+            why = (
+                "the kernels read tensors where they are, with any strides"
+                if copies
+                else "here the kernels compute everything"
+            )
+            raise CheckFailed(
+                f"the result is right, but PyTorch {what}: {', '.join(names[:6])}; {why}"
+            )
+        if memory is not None and self.memory > memory + _ROOM:
+            raise CheckFailed(
+                f"the result is right, but tensors of {self.memory:,} bytes in all were made, and {memory:,} are"
+                f" needed; the largest: {self._largest[1]}"
+            )
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def _shape(t: Tensor) -> str:
+    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+
+
+def _list(launches: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {n} x" for name, n in launches.items()) or "nothing"
+
+
+def _place() -> str:
+    """The innermost line of the checkout that is not in this package."""
+    here = Path(__file__).parent
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if path.is_relative_to(ROOT) and path.parent != here and "site-packages" not in path.parts:
+            return f"{path.relative_to(ROOT)}:{frame.lineno}"
+    return "?"
