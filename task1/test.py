@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from common.check import Case, Rng, Suite, assert_close
+from common.check import Case, Rng, Suite, assert_close, written_out
 from task1.attention import CustomSelfAttention
 
 suite = Suite(
@@ -48,9 +48,24 @@ CASES = [
         **ONE,
         separate=True,
     ),
+    Case(
+        "very negative scores",
+        why="all scores are below -200: exp of each alone is 0",
+        **ONE | {"head_dim": 64},
+        equal_rows=True,
+        pair=-1,
+        scale=8.0,
+    ),
     Case("float64", why="no step may fall back to float32", **ONE | {"dtype": torch.float64}),
     Case("bfloat16", why="the dtype of large models", **ONE | {"dtype": torch.bfloat16}),
     Case("float16", why="numbers above 65504 do not exist", **ONE | {"dtype": torch.float16}),
+    Case(
+        "float16, products above 65504",
+        why="q k^T does not fit float16, S = q k^T / sqrt(d) does",
+        **ONE | {"dtype": torch.float16, "head_dim": 64},
+        pair=1,
+        scale=48.0,
+    ),
 ]
 
 
@@ -81,6 +96,25 @@ def later_tokens_do_not_matter(case: Case, device: torch.device, rng: Rng) -> No
     assert not [row for row in changed if row < 9], (
         f"tokens 9 to {case.seq - 1} were changed, and with them the outputs of tokens {changed}"
     )
+
+
+@suite.check(
+    "causal",
+    [Case("one layer, many calls", why="a mask kept from the first call is wrong later", **ONE)],
+    kernels=False,
+)
+def calls_do_not_depend_on_earlier_ones(case: Case, device: torch.device, rng: Rng) -> None:
+    mha = make_mha(case, rng)
+    layer = make_layer(mha)
+    for seq, causal in ((case.seq, True), (9, True), (case.seq, False), (40, True), (9, False)):
+        x = rng.randn(case.batch, seq, hidden(case))
+        assert_close(
+            layer(x, causal=causal),
+            float64_attention(mha, x, causal),
+            reference(mha, x, causal),
+            axes=AXES,
+            suspects=suspects(mha, x, causal),
+        )
 
 
 @suite.check(
@@ -128,7 +162,8 @@ def compare(case: Case, device: torch.device, rng: Rng, *, causal: bool) -> None
     x = make_x(case, rng)
     kept = x.clone()
     layer = make_layer(mha, separate=case.values.get("separate", False))
-    got = layer(x, causal=causal)
+    with written_out():
+        got = layer(x, causal=causal)
     assert torch.equal(x, kept), "x was changed"
     # float64 loses what float32 does, scaled.
     narrow = torch.float32 if case.dtype == torch.float64 else case.dtype
@@ -154,6 +189,8 @@ def make_mha(case: Case, rng: Rng) -> nn.MultiheadAttention:
     )
     with torch.no_grad():
         mha.in_proj_weight.copy_(rng.randn(3 * n, n, dtype=case.dtype, scale=n**-0.5))
+        if pair := case.values.get("pair"):  # each k is q, or -q
+            mha.in_proj_weight[n : 2 * n] = pair * mha.in_proj_weight[:n]
         mha.out_proj.weight.copy_(rng.randn(n, n, dtype=case.dtype, scale=n**-0.5))
     return mha
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.check import AttentionCase, Case, Rng, Suite, assert_close
-from common.check.attention import attention_float64, attention_pytorch
+from common.check import AttentionCase, Case, Rng, Suite, assert_close, written_out
+from common.check.attention import attention_float64, attention_pytorch, online_softmax_mistakes
 from task3.attention import CustomFlashAttention, flash_attention
 
 suite = Suite(
@@ -78,6 +78,9 @@ CASES = [
     TileCase("rising scores", why="each tile raises the maximum: all is rescaled", q_len=64, ramp=1),
     TileCase("falling scores", why="the first tile has the maximum: nothing is rescaled", q_len=64, ramp=-1),
     TileCase("strided q, k, v", why="slices of one tensor, as a fused projection gives", q_len=40, layout="fused"),
+    TileCase("different strides", why="q, k and v each have strides of their own", q_len=40, kv_len=50, layout="apart"),
+    TileCase("very negative scores", why="scores of about -700: exp of each alone is 0", q_len=40, head_dim=64, opposed=9.0),
+    TileCase("float16, products above 65504", why="q k^T does not fit float16", q_len=40, head_dim=64, magnitude=60.0, dtype=torch.float16),
     TileCase("float64", why="no step may fall back to float32", q_len=37, dtype=torch.float64),
     TileCase("bfloat16", why="sums kept in it stop growing", **LONG, dtype=torch.bfloat16),
     TileCase("float16", why="sums kept in it lose two digits", **LONG, dtype=torch.float16),
@@ -177,7 +180,6 @@ def layer_matches_float64(case: Case, device: torch.device, rng: Rng) -> None:
     weights = [rng.randn(width, width, scale=width**-0.5) for _ in range(4)]
     layer = CustomFlashAttention(*weights, width, case.heads)
     assert set(layer.state_dict()) == {"w_qkv", "w_o"}, "the weights are not in state_dict()"
-    x = rng.randn(case.batch, case.seq, width)
     heads = (case.heads, case.d)
 
     def through(attention: Callable[..., Tensor], causal: bool, dtype: torch.dtype) -> Tensor:
@@ -185,7 +187,9 @@ def layer_matches_float64(case: Case, device: torch.device, rng: Rng) -> None:
         q, k, v = ((x.to(dtype) @ w.T).unflatten(-1, heads) for w in (w_q, w_k, w_v))
         return attention(q, k, v, causal=causal).flatten(2) @ w_o.T
 
-    for causal in (False, True):
+    # A layer that keeps a mask from its first call is wrong in a later one.
+    for seq, causal in ((case.seq, False), (case.seq, True), (case.seq + 5, True)):
+        x = rng.randn(case.batch, seq, width)
         assert_close(
             layer(x, causal=causal),
             through(attention_float64, causal, torch.float64),
@@ -231,7 +235,8 @@ def compare(case: TileCase, rng: Rng, *, causal: bool) -> None:
     """flash_attention against float64, with PyTorch's own attention saying what the dtype loses."""
     q, k, v = flat_qkv(case, rng)
     kept = [t.clone() for t in (q, k, v)]
-    got = flash_attention(q, k, v, case.heads, case.B_r, case.B_c, causal)
+    with written_out():
+        got = flash_attention(q, k, v, case.heads, case.B_r, case.B_c, causal)
     assert all(map(torch.equal, (q, k, v), kept)), "q, k or v was changed"
     q, k, v = (t.unflatten(-1, (case.heads, -1)) for t in (q, k, v))
     narrow = torch.float32 if case.dtype == torch.float64 else case.dtype
@@ -275,51 +280,7 @@ def suspects(
             q, k, v, scale=1.0, causal=causal
         ),
         mask: lambda: attention_float64(q, k, v, causal=not causal),
-        "line 10 as printed: O_i is divided by exp(m' - m) instead of multiplied": lambda: tiled(
-            q, k, v, B_c, causal, power_O=-1
-        ),
-        "O_i is not rescaled when the maximum grows (line 10)": lambda: tiled(
-            q, k, v, B_c, causal, power_O=0
-        ),
-        "l_i is not rescaled when the maximum grows (line 9)": lambda: tiled(
-            q, k, v, B_c, causal, power_l=0
-        ),
-        "the division by l_i at the end (line 12) is missing": lambda: tiled(
-            q, k, v, B_c, causal, divide=False
-        ),
-    }
-
-
-def tiled(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    B_c: int,
-    causal: bool,
-    *,
-    power_O: int = 1,
-    power_l: int = 1,
-    divide: bool = True,
-) -> Tensor:
-    """The online softmax over tiles of B_c keys, in float64; the keywords are the mistakes that people make."""
-    q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))  # (batch, heads, length, d)
-    q_len, kv_len = q.shape[2], k.shape[2]
-    S = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    if causal:
-        hidden = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device)
-        S = S.masked_fill(hidden.triu(kv_len - q_len + 1), -torch.inf)
-    O, l = torch.zeros_like(q), torch.zeros_like(q[..., :1])
-    m = torch.full_like(l, -torch.inf)
-    for j in range(0, kv_len, B_c):
-        S_j = S[..., j : j + B_c]
-        new = torch.maximum(m, S_j.amax(dim=-1, keepdim=True))
-        shift = new.masked_fill(new == -torch.inf, 0)
-        P, rescale = torch.exp(S_j - shift), torch.exp(m - shift)
-        first = m == -torch.inf
-        l = torch.where(first, 0, rescale**power_l * l) + P.sum(dim=-1, keepdim=True)
-        O = torch.where(first, 0, rescale**power_O * O) + P @ v[:, :, j : j + B_c]
-        m = new
-    return (O / l.masked_fill(l == 0, 1) if divide else O).transpose(1, 2)
+    } | online_softmax_mistakes(q, k, v, B_c, causal=causal)
 
 
 test_task3 = suite.pytest()

@@ -23,6 +23,7 @@ from common.check.attention import (
     attention_pytorch,
     hide_invisible,
     mistakes,
+    online_softmax_mistakes,
 )
 from common.check.poison import hide_, is_poison
 from common.memory import fit_batch
@@ -78,8 +79,8 @@ ATTENTION = [
     TileCase("no keys", why="nothing to attend to gives 0", q_len=5, kv_len=0, head_dim=32),
     TileCase("grouped queries", why="8 heads share 2 of keys and values", q_len=40, head_dim=64, heads=8, kv_heads=2, causal=True),
     TileCase("one kv head", why="multi-query attention", small=True, q_len=20, head_dim=32, heads=3, kv_heads=1),
-    TileCase("different lengths", why="each sequence reads its own number of keys", small=True, batch=3, q_len=20, kv_len=60, head_dim=32, seqlens=(60, 33, 20), causal=True),
-    TileCase("left padding", why="a batch of prompts, padded on the left", small=True, batch=3, q_len=40, head_dim=32, leftpad=(0, 7, 39), causal=True),
+    TileCase("different lengths", why="each sequence reads its own number of keys", small=True, batch=3, q_len=20, kv_len=60, head_dim=32, seqlens=(33, 60, 20), causal=True),
+    TileCase("left padding", why="a batch of prompts, padded on the left", small=True, batch=3, q_len=40, head_dim=32, leftpad=(7, 0, 39), causal=True),
     TileCase("a sequence without keys", why="its rows give 0, not NaN", batch=2, q_len=20, head_dim=32, seqlens=(0, 20)),
     TileCase("slices of one qkv tensor", why="rows of q, k and v are 3 hidden_dim apart", small=True, q_len=40, head_dim=32, layout="fused"),
     TileCase("transposed heads", why="(batch, heads, seq, head_dim) in memory, as Hugging Face has it", q_len=40, head_dim=64, layout="heads first"),
@@ -125,6 +126,7 @@ def kernel_matches_float64(case, device, rng):
         axes=("batch", "row", "head", "column"),
         tile={"row": B_r},
         suspects=mistakes(*inputs, **visible)
+        | online_softmax_mistakes(*inputs, B_c, **visible)
         | {
             "only the last tile of keys counts": lambda: attention_float64(
                 *inputs, **{**visible, "leftpad_k": _last_tile(q, k, B_c)}

@@ -20,6 +20,7 @@ from common.check import (
 from common.check.attention import (
     attention_float64,
     attention_pytorch,
+    equal_splits,
     hide_invisible,
     mistakes,
 )
@@ -135,8 +136,8 @@ DECODE = [
     DecodeCase("head_dim 33", why="rows that no vector load can read", small=True, kv_len=40, head_dim=33),
     DecodeCase("longer", why="many rounds, rescaled each time", batch=1, kv_len=1000, head_dim=64),
     DecodeCase("batch", why="a block for each sequence and head", batch=4, heads=3, kv_len=100, head_dim=32),
-    DecodeCase("different lengths", why="each sequence reads its own number of keys", small=True, batch=3, kv_len=90, head_dim=64, seqlens=(90, 1, 40)),
-    DecodeCase("left padding", why="keys to skip at the start", small=True, batch=3, kv_len=60, head_dim=64, leftpad=(0, 59, 20)),
+    DecodeCase("different lengths", why="each sequence reads its own number of keys", small=True, batch=3, kv_len=90, head_dim=64, seqlens=(40, 90, 1)),
+    DecodeCase("left padding", why="keys to skip at the start", small=True, batch=3, kv_len=60, head_dim=64, leftpad=(20, 59, 0)),
     DecodeCase("a sequence without keys", why="gives 0, not NaN", batch=2, kv_len=30, head_dim=64, seqlens=(0, 30)),
     DecodeCase("no keys", why="an empty cache gives 0", kv_len=0, head_dim=64),
     DecodeCase("grouped queries", why="8 heads share 2 of keys and values", heads=8, kv_heads=2, kv_len=50, head_dim=64),
@@ -163,7 +164,7 @@ SPLITS = [
     DecodeCase("2 splits", why="two blocks share the keys, and are merged", small=True, kv_len=60, head_dim=64, num_splits=2),
     DecodeCase("7 splits", why="the last split is shorter", kv_len=100, head_dim=128, num_splits=7),
     DecodeCase("more splits than full", why="splits without any key", small=True, kv_len=9, head_dim=64, num_splits=7),
-    DecodeCase("splits past a sequence's end", why="some splits see no key of some sequences", batch=3, kv_len=90, head_dim=64, seqlens=(90, 1, 40), num_splits=3),
+    DecodeCase("splits past a sequence's end", why="some splits see no key of some sequences", batch=3, kv_len=90, head_dim=64, seqlens=(40, 90, 1), num_splits=3),
     DecodeCase("splits and padding", why="some splits are all padding", batch=2, kv_len=90, head_dim=64, leftpad=(50, 89), num_splits=3),
     DecodeCase("splits of head_dim 80", why="partial results of other widths", small=True, kv_len=40, head_dim=80, num_splits=3),
     DecodeCase("splits of head_dim 33", why="partial results of odd widths", kv_len=40, head_dim=33, num_splits=3),
@@ -202,13 +203,20 @@ def compare_decode(case, device, rng):
         truth,
         pytorch,
         axes=("batch", "row", "head", "column"),
-        suspects=mistakes(*inputs, **visible),
+        suspects=mistakes(*inputs, **visible) | _wrong_merge(case, *inputs),
     )
     splits = case.num_splits or attention.choose_num_splits(
         case.batch * case.heads, case.kv_len, attention.sm_count(device)
     )
     partial = 4 * case.batch * case.heads * splits * (case.head_dim + 1) if splits > 1 else 0
     did.expect({DECODE_LAUNCHER: bool(case.kv_len)}, memory=got.nbytes + partial)
+
+
+def _wrong_merge(case, q, k, v):
+    if case.num_splits in (None, 1) or case.seqlens or case.leftpad:
+        return {}
+    merged = equal_splits(q, k, v, case.num_splits, scale=case.scale)
+    return {"the splits are merged by their mean, without the weights 2^(lse_s - lse)": merged}
 
 
 RULE = [

@@ -25,7 +25,7 @@ from common.check.guards import strided_output
 from common.check.poison import poisoned
 from common.check.rng import Rng
 from common.check.suite import Suite
-from common.check.watch import Watch
+from common.check.watch import Watch, written_out
 
 __all__ = [
     "FACTOR",
@@ -38,4 +38,5 @@ __all__ = [
     "assert_close",
     "poisoned",
     "strided_output",
+    "written_out",
 ]

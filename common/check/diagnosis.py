@@ -241,6 +241,6 @@ def _scattered(found: Difference) -> str | None:
     if share > 0.5 or int(found.bad.sum()) < 2:
         return None
     return (
-        "wrong elements scattered over the result: a race or a missing barrier if another run gives others"
-        " (--check on the CPU names the line), otherwise an index that is right only for some"
+        "wrong elements scattered over the result: an index that is right only for some, or a race: a missing"
+        " barrier (--check on the CPU names the line)"
     )

@@ -1,8 +1,8 @@
 """What a launch gets in place of its tensors: copies between guard zones, and outputs with other strides.
 
 A kernel on the CPU that writes beyond a tensor would end the process, or damage a result that is read much later.
-Between guard zones it is found at once. Copies keep the strides and the alignment of their originals, and tensors that share
-memory share it in the copy. What a kernel has changed is copied back.
+Between guard zones it is found at once. Copies keep the strides and the alignment of their originals, and tensors that
+share memory share it in the copy. What a kernel has changed is copied back.
 """
 
 from collections.abc import Iterator

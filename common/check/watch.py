@@ -8,14 +8,16 @@
 A result can be right and still not come from the kernel that the stage is about.
 """
 
-import traceback
+import sys
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -110,6 +112,34 @@ class Watch(TorchDispatchMode):
             )
 
 
+@contextmanager
+def written_out() -> Iterator[None]:
+    """A context that raises CheckFailed at its end if the attention in it was PyTorch's own."""
+    found: list[str] = []
+    with _Functions(found):
+        yield
+    if found:
+        raise CheckFailed(
+            f"this is PyTorch's attention: {', '.join(dict.fromkeys(found))}; here its steps are to be written out"
+        )
+
+
+class _Functions(TorchFunctionMode):
+    """Collects calls of PyTorch's attention; what they are made of is all that a dispatch mode sees."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if "scaled_dot_product" in name or "multi_head_attention" in name:
+            self._found.append(f"{name} ({_place()})")
+        return function(*args, **(kwargs or {}))
+
+
 def _storage(t: Tensor) -> int:
     return t.untyped_storage()._cdata
 
@@ -124,9 +154,13 @@ def _list(launches: Mapping[str, int]) -> str:
 
 def _place() -> str:
     """The innermost line of the checkout that is not in this package."""
-    here = Path(__file__).parent
-    for frame in reversed(traceback.extract_stack()):
-        path = Path(frame.filename)
-        if path.is_relative_to(ROOT) and path.parent != here and "site-packages" not in path.parts:
-            return f"{path.relative_to(ROOT)}:{frame.lineno}"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_ROOT) and not name.startswith(_HERE) and "site-packages" not in name:
+            return f"{name.removeprefix(_ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back
     return "?"
+
+
+_ROOT, _HERE = f"{ROOT}/", f"{Path(__file__).parent}/"
