@@ -31,6 +31,8 @@ SOFTMAX = [
     Case("some -inf", why="masked elements must become exactly 0", small=True, rows=4, n=90, masked=0.5),
     Case("rows of -inf", why="a row that sees no key becomes 0, not NaN", small=True, rows=4, n=90, masked=1.0),
     Case("down the columns", why="dim 0: the elements of a row are a stride apart", rows=130, n=40, dim=0),
+    Case("columns of different size", why="each column has a maximum of its own", small=True, rows=60, n=7, dim=0, apart=200.0),
+    Case("rows of different size", why="each row has a maximum of its own", rows=7, n=300, apart=200.0),
     Case("a slice", why="rows further apart than they are long", rows=40, n=130, padding=7),
     Case("a batch", why="(batch, rows, n): one block per row of each matrix", small=True, batch=3, rows=5, n=37),
     Case("a batch, down the columns", why="dim -2: the elements of a row are a stride apart", small=True, batch=3, rows=37, n=5, dim=-2),
@@ -86,6 +88,9 @@ def _softmax_input(case, rng):
     x = rng.randn(*shape, scale=v.get("scale", 3.0), shift=v.get("shift", 0.0))
     x.masked_fill_(rng.uniform(0, 1, *shape) < v.get("masked", 0.0), -torch.inf)
     x = x[..., : case.n]
+    if apart := v.get("apart"):
+        other = -1 if "dim" in v else -2
+        x.transpose(other, -1).add_(apart * torch.arange(x.shape[other], device=x.device))
     if v.get("far"):
         return lay_out("far", *[x.unsqueeze(2)] * 3)[0].squeeze(2)
     return x.transpose(0, 1) if v.get("transposed") else x

@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(LANES* LANES) flashattention_kernel(Attention<
   constexpr Tiles tiles = make_tiles(B_r, B_c, HEAD_DIM);
   extern __shared__ __align__(16) float shared[];
   float* Q_i = shared + tiles.Q;  // [B_r][HEAD_DIM], times scale log2(e)
-  float* K_j = shared + tiles.K;  // [B_c][HEAD_DIM]
+  float* K_j = shared + tiles.K;  // [B_c][tiles.K_row], of which HEAD_DIM are used
   float* V_j = shared + tiles.V;  // [B_c][HEAD_DIM]
   float* P_s = shared + tiles.P;  // [B_r][B_c]
 

@@ -94,10 +94,8 @@ class _Copy:
         if len(after):
             return f"{len(after)} bytes after the end of {names}, the first {int(after[0])} bytes behind it"
         if len(before):
-            gap = self._begin - int(before[-1])
-            return (
-                f"{len(before)} bytes before the start of {names}, the last {gap} bytes ahead of it"
-            )
+            gap = self._begin - int(before[0])
+            return f"{len(before)} bytes before the start of {names}, the first {gap} bytes ahead of it"
         return None
 
 

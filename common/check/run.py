@@ -11,7 +11,7 @@ from common.check.case import Item
 from common.check.failure import Failure, failure_of, indent
 from common.check.progress import progress
 
-SHOWN = 3  # failures of a group that are shown in full
+SHOWN = 3  # failures of a group that are shown in full, if not all are asked for
 
 
 @dataclass
@@ -49,8 +49,10 @@ class GroupResult:
         }
 
 
-def run_groups(groups: Mapping[str, Sequence[Item]], seed: int) -> list[GroupResult]:
-    """Run the items of each group and print how it went.
+def run_groups(
+    groups: Mapping[str, Sequence[Item]], seed: int, *, shown: int = SHOWN
+) -> list[GroupResult]:
+    """Run the items of each group and print how it went, with at most ``shown`` failures of each.
 
     After a failed build, or an error that leaves the GPU unusable, nothing more is run. An optional group that is not
     written yet is not among the results.
@@ -64,8 +66,8 @@ def run_groups(groups: Mapping[str, Sequence[Item]], seed: int) -> list[GroupRes
         if lost:
             print(f"  {group:<{width}}  not run")
         else:
-            lost = _run_group(result, items, seed)
-            _print_group(result, width)
+            lost = _run_group(result, items, seed, shown)
+            _print_group(result, width, shown)
         if result.status == "not written" and all(item.check.optional for item in items):
             print("    this part is optional: it counts once it is written")
         else:
@@ -73,7 +75,7 @@ def run_groups(groups: Mapping[str, Sequence[Item]], seed: int) -> list[GroupRes
     return results
 
 
-def _run_group(result: GroupResult, items: Sequence[Item], seed: int) -> bool:
+def _run_group(result: GroupResult, items: Sequence[Item], seed: int, shown: int) -> bool:
     """Run a group's items; True if nothing after it can be run."""
     start = time.perf_counter()
     lost = False
@@ -81,7 +83,7 @@ def _run_group(result: GroupResult, items: Sequence[Item], seed: int) -> bool:
         task = bar.add_task(result.name, total=len(items))
         for item in items:
             bar.update(task, description=f"{result.name}: {item.case.name}")
-            failure = _attempt(item, seed, rerun=len(result.failures) < SHOWN)
+            failure = _attempt(item, seed, rerun=len(result.failures) < shown)
             bar.advance(task)
             if failure is None:
                 result.passed += 1
@@ -115,14 +117,14 @@ def _gpu_is_lost(item: Item) -> bool:
     return False
 
 
-def _print_group(result: GroupResult, width: int) -> None:
+def _print_group(result: GroupResult, width: int, shown: int) -> None:
     mark = "" if result.status == "passed" else f"  {result.status}"
     print(
         f"  {result.name:<{width}}  {result.passed:3} of {result.total:<3} {result.seconds:6.1f} s{mark}",
         flush=True,
     )
     texts = list(dict.fromkeys(failure.text for failure in result.failures))
-    for text in texts[:SHOWN]:
+    for text in texts[:shown]:
         print(indent(text))
-    if len(texts) > SHOWN:
-        print(f"    and {len(texts) - SHOWN} more")
+    if len(texts) > shown:
+        print(f"    and {len(texts) - shown} more (--all shows them)")

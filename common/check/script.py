@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common.check.case import CHECK_SETTINGS, device_of
+from common.check.case import CHECK_SETTINGS, Item, device_of
 from common.check.compare import CheckFailed
 from common.check.failure import describe_out_of_memory, indent, short_traceback
 from common.check.rng import new_seed
-from common.check.run import run_groups
+from common.check.run import SHOWN, run_groups
 from common.memory import NotEnoughMemory
 from common.record import Record
 from common.timing import ImpossibleRate
@@ -53,6 +53,19 @@ def _parse(suite: "Suite", argv: Sequence[str] | None) -> argparse.Namespace:
         help="the small cases in the check build, which names races and bad accesses (on cuda: only the"
         " small cases, for compute-sanitizer)",
     )
+    parser.add_argument(
+        "--both",
+        action="store_true",
+        help="all cases, and the small ones in the check build too, as for a grade",
+    )
+    parser.add_argument(
+        "--case",
+        metavar="NAME",
+        help="only the cases whose names contain this; all failures are shown",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help=f"show all failures, not {SHOWN} of each group"
+    )
     parser.add_argument("--seed", type=int, help="repeat the random inputs of an earlier run")
     parser.add_argument("--no-timing", action="store_true", help="checks only")
     parser.add_argument(
@@ -61,11 +74,30 @@ def _parse(suite: "Suite", argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU here")
+    if options.both and options.check:
+        parser.error("--both is --check and all other cases: give one of the two")
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options.seed = new_seed() if options.seed is None else options.seed
-    options.complete = options.groups is None and not options.check
+    options.complete = options.groups is None and options.case is None and not options.check
     options.groups = options.groups or suite.groups
+    options.targets = ["cpu-check" if options.check and options.device == "cpu" else options.device]
+    options.targets += ["cpu-check"] * options.both
+    if options.case is not None and not _items(suite, options):
+        names = dict.fromkeys(c.name for check in suite.checks for c in check.cases)
+        parser.error(
+            f"no such case has {options.case!r} in its name; the cases are: {', '.join(names)}"
+        )
     return options
+
+
+def _items(suite: "Suite", options: argparse.Namespace) -> list[Item]:
+    """What is to be run."""
+    wanted = (options.case or "").lower()
+    return [
+        item
+        for item in suite.items(options.targets, small=options.check)
+        if item.check.group in options.groups and wanted in item.case.name.lower()
+    ]
 
 
 def _run(suite: "Suite", options: argparse.Namespace) -> int:
@@ -82,20 +114,25 @@ def _run(suite: "Suite", options: argparse.Namespace) -> int:
         f"{suite.stage.name}: {suite.stage.title} ({options.device}, --seed {options.seed})",
         flush=True,
     )
-    target = "cpu-check" if options.check and options.device == "cpu" else options.device
-    if target == "cpu-check":
+    if "cpu-check" in options.targets:
         ways = ", ".join(
             f"{o}{' with eager copies' if eager else ''}" for o, eager in CHECK_SETTINGS
         )
-        print(f"check build, small cases, each in {len(CHECK_SETTINGS)} orders of threads: {ways}")
+        also = "and in the " if options.both else ""
+        print(
+            f"{also}check build, small cases, each in {len(CHECK_SETTINGS)} orders of threads: {ways}"
+        )
     elif options.check:
         print("small cases only")
-    items = list(suite.items([target], small=options.check))
+    items = _items(suite, options)
     if options.check and not items:
         print("no kernels here: nothing for the check build to do")
     groups = {name: [i for i in items if i.check.group == name] for name in options.groups}
-    groups = {name: found for name, found in groups.items() if found or not options.check}
-    record.groups = [found.as_record() for found in run_groups(groups, options.seed)]
+    if options.check or options.case:
+        groups = {name: found for name, found in groups.items() if found}
+    shown = sys.maxsize if options.all or options.case else SHOWN
+    results = run_groups(groups, options.seed, shown=shown)
+    record.groups = [found.as_record() for found in results]
     if record.ok:
         _benchmark(suite, options, record)
     if options.record:

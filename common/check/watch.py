@@ -27,7 +27,7 @@ from common.paths import ROOT
 
 # Operations that give memory or set it to a constant. Views compute nothing either.
 _HARMLESS = ("empty", "new_empty", "zero", "fill", "_unsafe_view", "lift_fresh", "detach")
-_COPIES = ("clone", "copy", "contiguous", "_to_copy", "repeat", "cat", "stack")
+_COPIES = ("clone", "copy", "contiguous", "to_copy", "repeat", "cat", "stack")
 _ROOM = 1024  # bytes that nobody minds: lengths, flags
 
 

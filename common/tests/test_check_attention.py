@@ -1,12 +1,19 @@
 """The case of an attention check: its defaults, what a failure shows of it, and the layouts of q, k and v."""
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 from common.check import AttentionCase, Rng
-from common.check.attention import attention_float64, mistakes
+from common.check.attention import (
+    attention_float64,
+    equal_splits,
+    mistakes,
+    online_softmax_float64,
+    online_softmax_mistakes,
+)
 
 CPU = torch.device("cpu")
 
@@ -68,23 +75,29 @@ def test_layouts(layout: str, strides: tuple[int, ...]) -> None:
 
 
 def test_mistakes_are_other_results() -> None:
-    case = AttentionCase("a", why="b", q_len=5, kv_len=9, head_dim=8, causal=True)
+    case = AttentionCase("a", why="b", q_len=5, kv_len=9, head_dim=8, heads=4, causal=True)
     q, k, v = case.qkv(Rng(1, CPU))
+    k, v = k[:, :, :2], v[:, :, :2]
+    for scale in (None, 0.3):
+        right = attention_float64(q, k, v, causal=True, scale=scale)
+        found = mistakes(q, k, v, causal=True, scale=scale)
+        assert len(found) == 9 + (scale is not None)
+        assert "the causal mask begins at the first key; it should end at the last" in found
+        results = {name: wrong() for name, wrong in found.items()}
+        for name, wrong in results.items():
+            assert wrong.shape == right.shape and not torch.allclose(wrong, right), name
+        for a, b in itertools.combinations(results, 2):  # each mistake is told from the others
+            assert not torch.allclose(results[a], results[b]), (a, b)
+
+
+def test_online_softmax_and_its_mistakes() -> None:
+    case = AttentionCase("a", why="b", q_len=5, kv_len=9, head_dim=8, causal=True, magnitude=2.0)
+    q, k, v = case.qkv(Rng(2, CPU))
     right = attention_float64(q, k, v, causal=True)
-    found = mistakes(q, k, v, causal=True)
-    assert set(found) == {
-        "the scores are not scaled",
-        "the causal mask is ignored",
-        "the causal mask begins at the first key; it should end at the last",
-    }
-    assert not any(torch.allclose(wrong(), right) for wrong in found.values())
-    visible = {"causal": True, "seqlens_k": torch.tensor([4, 9], dtype=torch.int32)}
-    found = mistakes(q, k, v, **visible)
-    assert set(found) == {
-        "the scores are not scaled",
-        "the lengths are ignored",
-        "the causal mask is ignored",
-    }
-    assert torch.equal(found["the lengths are ignored"](), right)
-    right = attention_float64(q, k, v, **visible)
-    assert not any(torch.allclose(wrong(), right) for wrong in found.values())
+    for B_c in (1, 4, 9, 16):
+        assert torch.allclose(online_softmax_float64(q, k, v, B_c, causal=True), right)
+    wrong = online_softmax_mistakes(q, k, v, 4, causal=True)
+    assert not any(torch.allclose(f(), right) for f in wrong.values())
+    merged = equal_splits(q[:, -1:], k, v, 2)()
+    assert merged.shape == (2, 1, 2, 8) and not torch.allclose(merged, right[:, -1:])
+    assert torch.allclose(equal_splits(q[:, -1:], k, v, 1)(), right[:, -1:])

@@ -217,7 +217,7 @@ def test_the_check_build_runs_every_setting(
 ) -> None:
     import contextlib
 
-    import common.build
+    from common.check import case as case_module
 
     settings = []
 
@@ -226,7 +226,7 @@ def test_the_check_build_runs_every_setting(
         settings.append((options["check"], options["order"], options["eager_copies"]))
         yield
 
-    monkeypatch.setattr(common.build, "using", using)
+    monkeypatch.setattr(case_module, "using", using)
     suite = make_suite()
 
     @suite.check("softmax", [Case("a", why="", small=True), Case("b", why="")])

@@ -122,7 +122,7 @@ def test_stages_run_and_the_form_is_filled(
     add_stage(checkout, "task7", texts={"generated text": "Once upon a time"})
     assert run("--stage", "7", "1", "--seed", "5") == 0
     out = capsys.readouterr().out
-    assert "task1 has run --device cpu --seed 5" in out
+    assert "task1 has run --device cpu --both --seed" in out
     table = [" ".join(line.split()) for line in out.splitlines()]
     assert "task1 cpu 3 of 3 2 of 2 speed: needs a GPU" in table
     assert "total 3 of 3" in table
