@@ -180,6 +180,7 @@ bool inside(const T* object, uintptr_t address) {
 void check_access(const void* pointer, size_t bytes, Access access, const void* pc) {
   if (!current_thread || bytes == 0) return;
   Worker& worker = *this_worker;
+  if (worker.overdue()) worker.fail_overdue(show_place(pc));
   const Fiber& thread = worker.running();
   uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
   if (thread.stack.contains(address) || inside(&thread, address) || inside(&worker, address))
