@@ -7,10 +7,10 @@ wrappers behave as on a GPU, and mistakes become errors that name kernel, block,
 
     fast build    compile with FAST_FLAGS:  right results; errors of launches, streams, barriers,
                   collectives, stack overflows, wild pointers, time limits
-    check build   compile with CHECK_FLAGS: also races, uninitialised and out-of-range accesses
+    check build   compile with CHECK_FLAGS: also races; uninitialised, out-of-range and misaligned accesses
 
-The check build uses the call-backs that the compiler inserts for its thread sanitizer. The runtime
-implements them, so the sanitizer's own library must not be linked (compile first, then link without
+The check build uses the call-backs that the compiler inserts for its thread and alignment sanitizers.
+The runtime implements them, so the sanitizers' own libraries must not be linked (compile first, then link without
 -fsanitize=thread).
 
 What it cannot do:

@@ -20,7 +20,9 @@ _KERNEL_FLAGS = ["-fno-strict-aliasing", "-Wno-unknown-pragmas", "-Wno-attribute
 FAST_FLAGS = ["-O2", "-g1", *_KERNEL_FLAGS]
 
 # Fortified memcpy would bypass the checks. clang does not report the read of x += 1 by default.
-_CHECK_FLAGS = ["-O1", "-g", "-fsanitize=thread", "-U_FORTIFY_SOURCE", *_KERNEL_FLAGS]
+# The thread sanitizer sees a float4 as four floats, so another one looks at the alignment.
+_SANITIZERS = "-fsanitize=thread,alignment"
+_CHECK_FLAGS = ["-O1", "-g", _SANITIZERS, "-U_FORTIFY_SOURCE", *_KERNEL_FLAGS]
 CHECK_FLAGS = {
     "gcc": _CHECK_FLAGS,
     "clang": [*_CHECK_FLAGS, "-mllvm", "-tsan-instrument-read-before-write"],

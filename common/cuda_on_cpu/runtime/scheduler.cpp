@@ -370,6 +370,10 @@ void Worker::report_fault() {
   std::string what;
   if (seen.signal == kDivisionFault) {
     what = "integer division by zero (a GPU would go on with a meaningless result)";
+  } else if (seen.is_misaligned()) {
+    what =
+        "probably a misaligned vector access: a float4 must be at a multiple of 16 bytes; the check build names the "
+        "tensor";
   } else if (seen.fiber->stack.guard_contains(seen.address)) {
     what = format("stack overflow: the local variables of a thread need more than %zu KiB",
                   Stack::kUsable / 1024);

@@ -1,6 +1,7 @@
 // A worker is one OS thread that runs blocks, one at a time; the threads of its block are fibers.
 #pragma once
 
+#include <csignal>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -112,6 +113,16 @@ class Worker {
     uintptr_t address = 0;
     const void* pc = nullptr;
     Fiber* fiber = nullptr;
+
+    /// x86 names no address where a vector instruction needs an aligned one. (Nor for a pointer with impossible high
+    /// bits, which is rarer.)
+    bool is_misaligned() const {
+#if defined(SI_KERNEL)
+      return signal == SIGSEGV && code == SI_KERNEL && address == 0;
+#else
+      return signal == SIGBUS && code == BUS_ADRALN;
+#endif
+    }
   };
   Fault fault;
   StackPointer scheduler = nullptr;  // where run_block continues
