@@ -364,11 +364,12 @@ def _run(missing: Sequence[Target], verbose: bool) -> dict[Target, float]:
             cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         if done.returncode:
-            said = [_words(place) for t, place in places.items() if not t.path.exists()]
+            said = [_words(t, place) for t, place in places.items() if not t.path.exists()]
             said = "\n".join(filter(None, said)) or f"the build stopped:\n{done.stdout.strip()}"
             raise BuildError(said)
         times = _times(work)
-    for target in missing:
+    for target, place in places.items():
+        _keep_words(target, place)
         _prune(target)
     return {t: times.get(display(t.path), 0.0) for t in missing}
 
@@ -425,9 +426,31 @@ def _times(work: Path) -> dict[str, float]:
     return {row[3]: (int(row[1]) - int(row[0])) / 1000 for row in rows if len(row) == 5}
 
 
-def _words(place: str) -> str:
+def _words(target: Target, place: str) -> str:
     log = Path(f"{place}.log")
-    return readable(log.read_text(errors="replace")) if log.exists() else ""
+    return (
+        readable(_of_originals(log.read_text(errors="replace"), target, place))
+        if log.exists()
+        else ""
+    )
+
+
+def _keep_words(target: Target, place: str) -> None:
+    """The log of a library that was built has warnings, and those may name the copies."""
+    with contextlib.suppress(OSError):  # another process prunes
+        if place in (said := target.log.read_text(errors="replace")):
+            target.log.write_text(_of_originals(said, target, place))
+
+
+def _of_originals(said: str, target: Target, place: str) -> str:
+    """A compiler's or linker's output with the names of our files instead of their copies in the working folder."""
+    tree = TREE.format(work=place)
+    for file in target.files:
+        copy = f"{tree}/{_mirror(file)}"
+        said = said.replace(f"{copy}.cpp", display(file)).replace(copy, display(file))
+    for product in (OUT, OBJECT):
+        said = said.replace(product.format(work=place), display(target.source))
+    return said
 
 
 def readable(said: str) -> str:

@@ -10,6 +10,7 @@ kernel).
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class Settings:
     seed: int = 0
     eager_copies: bool = False
     threads: int | None = None
+    limit: float = 0
 
 
 _settings = Settings()
@@ -53,6 +55,7 @@ def using(
     seed: int = 0,
     eager_copies: bool = False,
     threads: int | None = None,
+    limit: float | None = None,
 ) -> Iterator[None]:
     """A context that sets how launches on the CPU run. Launches on a GPU are not affected.
 
@@ -62,14 +65,19 @@ def using(
         seed: of the random order.
         eager_copies: the data of cp.async arrives at once; otherwise as late as the kernel's waits allow.
         threads: OS threads that run the blocks; None: one per core.
+        limit: seconds for the kernels of one launch, which then fails; 0: none; None: as around this context.
 
     Raises:
-        ValueError: ``order`` is none of the three.
+        ValueError: ``order`` is none of the three, or ``limit`` is negative.
     """
     global _settings
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
-    before, _settings = _settings, Settings(check, order, seed, eager_copies, threads)
+    if limit is None:
+        limit = _settings.limit
+    elif not 0 <= limit < math.inf:
+        raise ValueError(f"limit must be 0 (none) or more seconds; got {limit}")
+    before, _settings = _settings, Settings(check, order, seed, eager_copies, threads, limit)
     try:
         yield
     finally:
@@ -302,8 +310,9 @@ def _run_on_cpu(name: str, call: Callable[[Arguments, int], int]) -> Callable[[A
         _configure(runtime, _settings)
         interrupt.begin(name)
         try:
-            status = call(arguments, 0)
+            status = call(arguments, runtime.begin())
         finally:
+            runtime.end()
             interrupt.end()
         # Asked even after a 0: a launcher that forgets cudaGetLastError() does not hide what went wrong.
         message = runtime.take_error()
@@ -311,6 +320,16 @@ def _run_on_cpu(name: str, call: Callable[[Arguments, int], int]) -> Callable[[A
             raise KernelError(message or f"{name} returned cudaError_t {status}")
 
     return run
+
+
+def launched() -> list[str]:
+    """The kernels that this thread's last launch on the CPU launched, as named before ``<<<``; takes them."""
+    return _runtime().take_launched() if _configured else []
+
+
+def allocated() -> int:
+    """The bytes that this thread's last launch on the CPU asked for with cudaMalloc and its like; takes them."""
+    return _runtime().take_allocated() if _configured else 0
 
 
 def _registering(call: Callable[[Arguments], None]) -> Callable[[Arguments], None]:
@@ -350,6 +369,7 @@ def _configure(runtime: Any, settings: Settings) -> None:
             seed=settings.seed,
             eager_copies=settings.eager_copies,
             threads=settings.threads or 0,  # 0: one per core; None would change nothing
+            limit=settings.limit,
         )
         _configured = settings
 

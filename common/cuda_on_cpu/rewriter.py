@@ -53,9 +53,10 @@ def rewrite(source: str, path: str | Path) -> str:
 
     `path` is for messages: the compiler's, and those of RewriteError.
     """
-    return (
-        f'#include <cuda_runtime.h>\n#line 1 "{_escaped(path)}"\n{_File(source, path).rewritten()}'
+    line_1 = (
+        f'#line 1 "{_escaped(path)}"\n'  # twice: the message about a header says what includes it
     )
+    return f"{line_1}#include <cuda_runtime.h>\n{line_1}{_File(source, path).rewritten()}"
 
 
 class _File:

@@ -1,6 +1,7 @@
 """The runtime library as Python sees it: its sources, the compilers' flags, and its C API."""
 
 import ctypes
+import math
 import re
 import shutil
 import subprocess
@@ -19,7 +20,9 @@ _KERNEL_FLAGS = ["-fno-strict-aliasing", "-Wno-unknown-pragmas", "-Wno-attribute
 FAST_FLAGS = ["-O2", "-g1", *_KERNEL_FLAGS]
 
 # Fortified memcpy would bypass the checks. clang does not report the read of x += 1 by default.
-_CHECK_FLAGS = ["-O1", "-g", "-fsanitize=thread", "-U_FORTIFY_SOURCE", *_KERNEL_FLAGS]
+# The thread sanitizer sees a float4 as four floats, so another one looks at the alignment.
+_SANITIZERS = "-fsanitize=thread,alignment"
+_CHECK_FLAGS = ["-O1", "-g", _SANITIZERS, "-U_FORTIFY_SOURCE", *_KERNEL_FLAGS]
 CHECK_FLAGS = {
     "gcc": _CHECK_FLAGS,
     "clang": [*_CHECK_FLAGS, "-mllvm", "-tsan-instrument-read-before-write"],
@@ -42,6 +45,11 @@ class Runtime:
         library.cuda_on_cpu_clear_registered.argtypes = []
         library.cuda_on_cpu_take_error.argtypes = []
         library.cuda_on_cpu_take_error.restype = ctypes.c_char_p
+        library.cuda_on_cpu_begin.restype = ctypes.c_void_p
+        library.cuda_on_cpu_end.restype = None
+        library.cuda_on_cpu_take_launched.restype = ctypes.c_char_p
+        library.cuda_on_cpu_take_allocated.restype = ctypes.c_size_t
+        self._begin, self._end = library.cuda_on_cpu_begin, library.cuda_on_cpu_end
 
     def configure(
         self,
@@ -50,6 +58,7 @@ class Runtime:
         eager_copies: bool | None = None,
         threads: int | None = None,
         arch: str | None = None,
+        limit: float | None = None,
     ) -> None:
         """Change how kernels run from now on; None leaves a setting unchanged.
 
@@ -57,6 +66,7 @@ class Runtime:
         eager_copies: the data of cp_async arrives at once; otherwise as late as the kernel's waits allow.
         threads: OS threads that run the blocks; 0: one per core.
         arch: the GPU whose limits apply, such as "sm_90" (default: CUDA_ON_CPU_ARCH, or sm_80).
+        limit: seconds for all kernels between ``begin`` and ``end``, or for one launched elsewhere; 0: none.
         """
         if order is not None and order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
@@ -64,7 +74,10 @@ class Runtime:
             raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}; got {arch!r}")
         if threads is not None and threads < 0:
             raise ValueError(f"threads must be 0 (one per core) or more; got {threads}")
+        if limit is not None and not 0 <= limit < math.inf:
+            raise ValueError(f"limit must be 0 (none) or more seconds; got {limit}")
         settings = {"order": order, "seed": seed, "eager_copies": eager_copies, "threads": threads}
+        settings["limit"] = limit
         settings["arch"] = arch and re.sub(r"[af]$", "", arch).removeprefix("sm_")
         for name, value in settings.items():
             if value is not None:
@@ -80,6 +93,29 @@ class Runtime:
 
     def clear_registered(self) -> None:
         self._library.cuda_on_cpu_clear_registered()
+
+    def begin(self) -> int:
+        """A stream for the launcher that this thread calls next, up to ``end``.
+
+        Until then, work on any other stream is an error, and the limit of time is that of all kernels together. What
+        the thread's earlier launchers did is forgotten.
+        """
+        return self._begin()
+
+    def end(self) -> None:
+        """The launcher has returned, or was not called after all."""
+        self._end()
+
+    def take_launched(self) -> list[str]:
+        """The kernels that this thread launched since the last call of this, or of ``begin``, whichever is later.
+
+        They are named as they stand before ``<<<``, in order. A launch that was refused is not among them.
+        """
+        return self._library.cuda_on_cpu_take_launched().decode().splitlines()
+
+    def take_allocated(self) -> int:
+        """The bytes that this thread asked for with cudaMalloc and cudaMallocAsync, since as above."""
+        return self._library.cuda_on_cpu_take_allocated()
 
     def take_error(self) -> str | None:
         """What went wrong in this thread's launches since the last call, or None."""

@@ -150,6 +150,37 @@ def test_a_broken_header_is_named(checkout, task):
     assert f"{task}/factor.cuh:3:" in only_error(compile_in(checkout, task))
 
 
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        (
+            "__device__ void hidden(float* x);\n__global__ void k(float* x) { hidden(x); }",
+            "hidden(float*)",
+        ),
+        (
+            "float f(float* x) { return atomicAdd(x, 1, 2); }",
+            "/kernel.cu:1",
+        ),  # which includes our headers
+    ],
+    ids=["linker", "compiler"],
+)
+def test_no_message_names_a_copy(checkout, task, line, words):
+    write_kernel(checkout / task, KERNEL + line + "\n")
+    assert words in only_error(compile_in(checkout, task))  # no .build in it
+
+
+def test_no_warning_names_a_copy(checkout, task):
+    (checkout / task / "odd.cuh").write_text("#pragma once\ninline int odd() {}\n")
+    write_kernel(checkout / task, '#include "odd.cuh"\n' + KERNEL)
+    done = compile_in(checkout, task)
+    assert (
+        f"{task}/odd.cuh:2:" in done.stdout + done.stderr
+        and ".build" not in done.stdout + done.stderr
+    )
+    (log,) = (checkout / ".build").glob(f"{task}-*.log")
+    assert f"from {task}/kernel.cu:1" in log.read_text() and "work-" not in log.read_text()
+
+
 def test_one_that_compiles_is_there_although_another_does_not(tmp_path):
     good, bad = write_kernel(tmp_path / "good"), write_kernel(tmp_path / "bad", KERNEL + "oops\n")
     with pytest.raises(BuildError, match=r"bad/kernel\.cu:\d+"):

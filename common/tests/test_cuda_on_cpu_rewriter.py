@@ -8,9 +8,10 @@ from common.cuda_on_cpu import RewriteError, rewrite
 
 
 def body(source: str) -> str:
-    """The rewritten text without the two lines that are put before it."""
+    """The rewritten text without the lines that are put before it."""
     text = rewrite(source, "student.cu")
-    head = '#include <cuda_runtime.h>\n#line 1 "student.cu"\n'
+    line_1 = '#line 1 "student.cu"\n'
+    head = f"{line_1}#include <cuda_runtime.h>\n{line_1}"
     assert text.startswith(head)
     return text.removeprefix(head)
 

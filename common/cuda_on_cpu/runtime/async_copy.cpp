@@ -38,9 +38,12 @@ void async_copy(void* shared, const void* global, unsigned bytes, unsigned valid
   Fiber& me = worker.running();
   uintptr_t to = reinterpret_cast<uintptr_t>(shared), from = reinterpret_cast<uintptr_t>(global);
   if (to % bytes != 0 || from % bytes != 0) {
+    const bool target = to % bytes != 0;
+    std::string where = show_address(target ? shared : global);
+    if (!where.empty()) where = ", in " + where + ",";
     worker.fail(cudaErrorMisalignedAddress,
-                format("cp_async<%u>: the %s address is not a multiple of %u bytes", bytes,
-                       to % bytes != 0 ? "shared" : "global", bytes),
+                format("cp_async<%u>: the %s address%s is not a multiple of %u bytes", bytes,
+                       target ? "shared" : "global", where.c_str(), bytes),
                 format("%s:%d", file, line));
   }
   if (!worker.shared.contains(to)) {

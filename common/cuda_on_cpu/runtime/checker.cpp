@@ -170,6 +170,16 @@ void check_global(Worker& worker, uintptr_t address, size_t bytes, Access access
   }
 }
 
+/// A type as the kernel's author writes it: a float4 for "'const struct float4'".
+std::string plain_type(std::string name) {
+  const auto remove = [&](const std::string& word) {
+    for (size_t at; (at = name.find(word)) != std::string::npos;) name.erase(at, word.size());
+  };
+  for (const char* word : {"'", "const ", "volatile ", "struct ", "class ", "cuda_on_cpu::"}) remove(word);
+  if (name.rfind("Float16x2", 0) == 0) name = "half2 or __nv_bfloat162";  // gcc leaves its parameter out
+  return (name.rfind("int", 0) == 0 ? "an " : "a ") + name;
+}
+
 template <class T>
 bool inside(const T* object, uintptr_t address) {
   return address - reinterpret_cast<uintptr_t>(object) < sizeof(T);
@@ -180,6 +190,7 @@ bool inside(const T* object, uintptr_t address) {
 void check_access(const void* pointer, size_t bytes, Access access, const void* pc) {
   if (!current_thread || bytes == 0) return;
   Worker& worker = *this_worker;
+  if (worker.overdue()) worker.fail_overdue(show_place(pc));
   const Fiber& thread = worker.running();
   uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
   if (thread.stack.contains(address) || inside(&thread, address) || inside(&worker, address))
@@ -190,6 +201,38 @@ void check_access(const void* pointer, size_t bytes, Access access, const void* 
              !inside(&current_block, address)) {
     check_global(worker, address, bytes, access, pc);
   }
+}
+
+std::string show_address(const void* pointer) {
+  Worker& worker = *this_worker;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
+  if (worker.shared.contains(address)) {
+    const size_t offset = worker.shared.offset(address);
+    const SharedVariable* variable = worker.shared.find(offset, 1);
+    if (!variable) return "";
+    const size_t byte = offset - variable->offset;
+    return format("shared memory '%s' at byte %zu (%s)", variable->declaration.name, byte,
+                  variable->element(byte).c_str());
+  }
+  if (!worker.launch->global) return "";
+  const Tensor* tensor = worker.launch->global->find(address, 1);
+  if (tensor) return format("tensor '%s' at byte %zu", tensor->name.c_str(), size_t(address - tensor->address));
+  return is_allocated(address, 1) ? format("memory from cudaMalloc at address 0x%zx", size_t(address)) : "";
+}
+
+void check_alignment(const void* pointer, size_t alignment, const char* verb, const std::string& type, const void* pc) {
+  if (!current_thread) return;
+  const std::string place = show_address(pointer);
+  if (place.empty()) return;  // a thread's own variables, the kernel's arguments
+  Worker& worker = *this_worker;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
+  const Tensor* tensor = worker.launch->global ? worker.launch->global->find(address, 1) : nullptr;
+  const size_t before = tensor ? tensor->address % alignment : 0;
+  const std::string why = before ? format("and the tensor begins %zu bytes after a multiple of %zu", before, alignment)
+                                 : format("which is not a multiple of %zu", alignment);
+  worker.fail(cudaErrorMisalignedAddress,
+              format("misaligned: %s %s of %s, %s", verb, plain_type(type).c_str(), place.c_str(), why.c_str()),
+              show_place(pc));
 }
 
 }  // namespace cuda_on_cpu

@@ -72,8 +72,12 @@ const char* error_name(cudaError_t error) {
       return "cudaErrorInvalidDeviceFunction";
     case cudaErrorInvalidDevice:
       return "cudaErrorInvalidDevice";
+    case cudaErrorInvalidResourceHandle:
+      return "cudaErrorInvalidResourceHandle";
     case cudaErrorIllegalAddress:
       return "cudaErrorIllegalAddress";
+    case cudaErrorLaunchTimeout:
+      return "cudaErrorLaunchTimeout";
     case cudaErrorAssert:
       return "cudaErrorAssert";
     case cudaErrorMisalignedAddress:
@@ -100,8 +104,12 @@ const char* error_string(cudaError_t error) {
       return "invalid device function";
     case cudaErrorInvalidDevice:
       return "invalid device ordinal";
+    case cudaErrorInvalidResourceHandle:
+      return "invalid resource handle";
     case cudaErrorIllegalAddress:
       return "an illegal memory access was encountered";
+    case cudaErrorLaunchTimeout:
+      return "the launch timed out and was terminated";
     case cudaErrorAssert:
       return "device-side assert triggered";
     case cudaErrorMisalignedAddress:

@@ -1,5 +1,5 @@
 // Faults in a kernel (a wild pointer, a stack overflow, a division by zero) become errors of the
-// launch instead of the end of the process.
+// launch instead of the end of the process. So does a kernel that runs longer than it may.
 #pragma once
 
 #include <csignal>
@@ -8,8 +8,9 @@
 namespace cuda_on_cpu {
 
 constexpr int kDivisionFault = SIGFPE;
+constexpr int kInterrupt = SIGURG;  // ignored by default: one that comes too late does no harm
 
-/// While this exists, faults in fibers are caught. For the launching thread, under the launch lock.
+/// While this exists, faults in fibers are caught, and kInterrupt ends them if the launch is overdue. For the launching thread, under the launch lock.
 class FaultHandlers {
  public:
   FaultHandlers();

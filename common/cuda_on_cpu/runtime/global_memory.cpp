@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "../include/cuda_runtime.h"
+#include "launcher_call.h"
 
 namespace cuda_on_cpu {
 namespace {
@@ -97,6 +98,7 @@ GlobalMemory& registered_tensors() {
 
 cudaError_t allocate(void** address, size_t bytes) {
   *address = nullptr;
+  launcher_call().allocated_bytes += bytes;
   if (bytes == 0) return cudaSuccess;
   if (posix_memalign(address, 256, bytes) != 0) return cudaErrorMemoryAllocation;
   std::memset(*address, 0xff, bytes);  // NaN, so that no kernel relies on zeros

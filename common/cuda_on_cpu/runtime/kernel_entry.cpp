@@ -45,7 +45,7 @@ int barrier(BarrierResult wanted, bool predicate, const char* file, int line) {
 }
 
 void yield() {
-  if (current_thread) this_worker->yield();
+  if (current_thread) this_worker->yield(__builtin_return_address(0));
 }
 
 void fence() {

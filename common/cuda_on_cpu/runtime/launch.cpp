@@ -11,7 +11,9 @@
 #include <thread>
 
 #include "faults.h"
+#include "launcher_call.h"
 #include "pool.h"
+#include "time_limit.h"
 #include "worker.h"
 
 namespace cuda_on_cpu {
@@ -32,6 +34,7 @@ void prepare_for_forks() {
                  [] {
                    launch_lock().unlock();
                    forget_pool();
+                   forget_watchdog();
                  });
 }
 
@@ -107,6 +110,11 @@ void Launch::fail(cudaError_t code, std::string text) {
 void launch_blocks(const LaunchConfig& config, const LaunchSite& site, ThreadBody body,
                    void* argument) {
   if (current_thread) gpu_only("a launch from inside a kernel", site.file, site.line);
+  LauncherCall& call = launcher_call();
+  if (config.stream != call.stream &&
+      on_stream(format("%s is launched on", site.kernel).c_str(), config.stream,
+                "<<<grid, block, bytes, stream>>>", site.file, site.line))
+    return;
   std::lock_guard<std::mutex> guard(launch_lock());
   prepare_for_forks();
 
@@ -132,10 +140,12 @@ void launch_blocks(const LaunchConfig& config, const LaunchSite& site, ThreadBod
     global.begin_launch(upcoming_block_serial());
     launch.global = &global;
   }
+  if (call.stream) call.kernels.push_back(site.kernel);
   int threads = launch.settings.threads > 0 ? launch.settings.threads : cores();
   threads = int(std::min<uint64_t>(uint64_t(std::max(threads, 1)), launch.blocks));
   {
     FaultHandlers handlers;
+    TimeLimit limit(launch, call);
     run_on_pool(launch, threads);
   }
   if (launch.failed) set_host_error(launch.error, std::move(launch.error_text));

@@ -1,13 +1,15 @@
 // The C API, which runtime.py wraps.
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "launch.h"
+#include "launcher_call.h"
 
 using namespace cuda_on_cpu;
 
 /// order forward|reverse|random, seed, eager_copies 0|1, threads (0: one per core), arch (80 for
-/// sm_80)
+/// sm_80), limit (seconds; 0: none)
 extern "C" void cuda_on_cpu_configure(const char* name, const char* value) {
   std::lock_guard<std::mutex> guard(launch_lock());
   Settings& s = settings();
@@ -21,6 +23,7 @@ extern "C" void cuda_on_cpu_configure(const char* name, const char* value) {
   if (is("eager_copies")) s.eager_copies = std::strcmp(value, "0") != 0;
   if (is("threads")) s.threads = std::atoi(value);
   if (is("arch")) s.arch = std::atoi(value);
+  if (is("limit")) s.limit = std::strtod(value, nullptr);
 }
 
 /// Registers a tensor for the calling thread's next launches.
@@ -33,3 +36,29 @@ extern "C" void cuda_on_cpu_clear_registered() { registered_tensors().clear(); }
 /// What went wrong in the calling thread's launches since the last call, or null. Valid until the
 /// next.
 extern "C" const char* cuda_on_cpu_take_error() { return take_host_error(); }
+
+/// The calling thread is about to call a launcher with the returned stream. Forgets what the thread's
+/// earlier launchers did.
+extern "C" void* cuda_on_cpu_begin() {
+  LauncherCall& call = launcher_call();
+  call = LauncherCall();
+  call.stream = fresh_stream();
+  return call.stream;
+}
+
+/// The launcher has returned. What it did can be taken until the next begin.
+extern "C" void cuda_on_cpu_end() { launcher_call().stream = nullptr; }
+
+/// The kernels that the launcher launched, one per line; takes them. Valid until the next call.
+extern "C" const char* cuda_on_cpu_take_launched() {
+  static thread_local std::string text;
+  text.clear();
+  for (const char* kernel : launcher_call().kernels) text.append(kernel).append("\n");
+  launcher_call().kernels.clear();
+  return text.c_str();
+}
+
+/// The bytes that the launcher asked for with cudaMalloc and cudaMallocAsync; takes them.
+extern "C" size_t cuda_on_cpu_take_allocated() {
+  return std::exchange(launcher_call().allocated_bytes, 0);
+}

@@ -40,13 +40,44 @@ Worker& Worker::of_this_thread() {
   return *this_worker;
 }
 
+namespace {
+
+/// While this exists, the launch knows that the calling thread runs blocks of it.
+class RunsBlocks {
+ public:
+  explicit RunsBlocks(Launch& launch) : launch_(launch) {
+    if (launch_.settings.limit <= 0) return;
+    std::lock_guard<std::mutex> guard(launch_.workers_lock);
+    launch_.workers.push_back(pthread_self());
+  }
+  ~RunsBlocks() {
+    if (launch_.settings.limit <= 0) return;
+    std::lock_guard<std::mutex> guard(launch_.workers_lock);
+    auto& workers = launch_.workers;
+    workers.erase(std::find(workers.begin(), workers.end(), pthread_self()));
+  }
+
+ private:
+  Launch& launch_;
+};
+
+}  // namespace
+
 void Worker::run(Launch& next) {
+  RunsBlocks runs_blocks(next);
   launch = &next;
   prepare_fibers();
   SignalStack signal_stack(signal_stack_.get());
   while (!launch->failed.load(std::memory_order_relaxed)) {
     uint64_t index = launch->next_block++;
     if (index >= launch->blocks) break;
+    if (overdue()) {
+      launch->fail(cudaErrorLaunchTimeout,
+                   format("did not end within %g s: %llu of %llu blocks have begun\n  in kernel %s, launched at %s:%d",
+                          launch->settings.limit, (unsigned long long)index, (unsigned long long)launch->blocks,
+                          launch->site.kernel, launch->site.file, launch->site.line));
+      break;
+    }
     run_block(permuted(index));
   }
   launch = nullptr;
@@ -195,8 +226,9 @@ void Worker::abandon(Fiber& me) {
   __builtin_unreachable();
 }
 
-void Worker::yield() {
+void Worker::yield(const void* pc) {
   Fiber& me = running();
+  if (overdue()) fail_overdue(show_place(pc));
   push(me.rank);
   switch_from(me);
 }
@@ -222,6 +254,7 @@ int Worker::barrier(BarrierResult wanted, bool predicate, const char* file, int 
   Fiber& me = running();
   me.file = file;
   me.line = line;
+  if (overdue()) fail_overdue(format("%s:%d", file, line));
   if (barrier_.arrived == 0) {
     barrier_ = {0, 0, file, line, me.rank};
   } else if (barrier_.line != line || std::strcmp(barrier_.file, file) != 0) {
@@ -280,6 +313,19 @@ void Worker::fail(cudaError_t code, const std::string& what, const std::string& 
   abandon(me);
 }
 
+void Worker::fail_overdue(const std::string& place) {
+  report_overdue(running(), place);
+  abandon(running());
+}
+
+void Worker::report_overdue(const Fiber& thread, const std::string& place) {
+  block_failed_ = true;
+  launch->fail(cudaErrorLaunchTimeout,
+               format("did not end within %g s: thread %s of block %s is at %s\n  in kernel %s, launched at %s:%d",
+                      launch->settings.limit, show(thread.index).c_str(), show(block.index).c_str(), place.c_str(),
+                      launch->site.kernel, launch->site.file, launch->site.line));
+}
+
 void Worker::fail(const std::string& what, const char* file, int line) {
   fail(cudaErrorLaunchFailure, what, format("%s:%d", file, line));
 }
@@ -316,10 +362,18 @@ void Worker::report_deadlock() {
 void Worker::report_fault() {
   Fault seen = fault;
   fault = Fault();
+  if (seen.signal == kInterrupt) {
+    const char* exact = launch->site.checked ? "" : ", or near it; with --check the line is exact";
+    return report_overdue(*seen.fiber, show_place(seen.pc) + exact);
+  }
   current_thread = seen.fiber;
   std::string what;
   if (seen.signal == kDivisionFault) {
     what = "integer division by zero (a GPU would go on with a meaningless result)";
+  } else if (seen.is_misaligned()) {
+    what =
+        "probably a misaligned vector access: a float4 must be at a multiple of 16 bytes; the check build names the "
+        "tensor";
   } else if (seen.fiber->stack.guard_contains(seen.address)) {
     what = format("stack overflow: the local variables of a thread need more than %zu KiB",
                   Stack::kUsable / 1024);

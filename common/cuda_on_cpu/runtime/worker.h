@@ -1,6 +1,7 @@
 // A worker is one OS thread that runs blocks, one at a time; the threads of its block are fibers.
 #pragma once
 
+#include <csignal>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -86,13 +87,17 @@ class Worker {
   int barrier(BarrierResult wanted, bool predicate, const char* file, int line);
   void collective(const char* operation, WarpFunction run, unsigned mask, void* argument,
                   const char* file, int line);
-  void yield();
+  void yield(const void* pc);
   void thread_returned();
 
   /// Reports an error of the running fiber and never comes back. `place` is file:line or
   /// show_place().
   [[noreturn]] void fail(cudaError_t code, const std::string& what, const std::string& place);
   [[noreturn]] void fail(const std::string& what, const char* file, int line);
+
+  /// Ends the launch here if it has run longer than it may. `place` as for fail.
+  bool overdue() const { return launch->overdue.load(std::memory_order_relaxed); }
+  [[noreturn]] void fail_overdue(const std::string& place);
 
   /// Reports an error of the block as a whole.
   void fail_block(cudaError_t code, const std::string& what);
@@ -104,10 +109,20 @@ class Worker {
 
   // ---- for the signal handler, which can only take notes and leave
   struct Fault {
-    int signal = 0;
+    int signal = 0, code = 0;
     uintptr_t address = 0;
     const void* pc = nullptr;
     Fiber* fiber = nullptr;
+
+    /// x86 names no address where a vector instruction needs an aligned one. (Nor for a pointer with impossible high
+    /// bits, which is rarer.)
+    bool is_misaligned() const {
+#if defined(SI_KERNEL)
+      return signal == SIGSEGV && code == SI_KERNEL && address == 0;
+#else
+      return signal == SIGBUS && code == BUS_ADRALN;
+#endif
+    }
   };
   Fault fault;
   StackPointer scheduler = nullptr;  // where run_block continues
@@ -126,6 +141,7 @@ class Worker {
   void begin_block(uint64_t index);
   void end_block();
   void report_fault();
+  void report_overdue(const Fiber& thread, const std::string& place);
 
   void switch_from(Fiber& me);
   [[noreturn]] void abandon(Fiber& me);

@@ -1,0 +1,24 @@
+// One call of a launcher by Python: the stream that it was given, and what it did.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "../include/cuda_runtime.h"
+
+namespace cuda_on_cpu {
+
+struct LauncherCall {
+  cudaStream_t stream = nullptr;  // null: called without one, or no call
+  double seconds = 0;  // that its kernels ran
+  std::vector<const char*> kernels;  // as written before <<<; literals of its library
+  size_t allocated_bytes = 0;
+};
+
+/// The call that the calling thread is in or, until the next one begins, was in.
+LauncherCall& launcher_call();
+
+/// A handle that no other call was given.
+cudaStream_t fresh_stream();
+
+}  // namespace cuda_on_cpu
