@@ -12,12 +12,15 @@ from common.build import using
 from common.check.guards import guarded
 from common.check.poison import poisoned
 from common.check.rng import Rng
+from common.check.time_limit import time_limit
 from common.record import Stage
 
 # How the check build runs a case: the order of a block's threads, and whether async copies land at once. Late copies
 # show a missing wait, eager ones a buffer that is overwritten while it is still read; the orders show what works only
 # because thread 0 happens to run first.
 CHECK_SETTINGS = (("forward", False), ("reverse", True), ("random", False), ("random", True))
+
+LIMIT = 30.0  # seconds for a case on the CPU; the slowest solution takes about 3
 
 CheckFunction = Callable[["Case", torch.device, Rng], None]
 
@@ -90,15 +93,26 @@ class Item:
     def device(self) -> torch.device:
         return device_of(self.target.removesuffix("-check"))
 
-    def run(self, seed: int) -> None:
-        """Run it; raises whatever is wrong, with a note that names the setting of the check build."""
-        if self.target != "cpu-check":
+    def run(self, seed: int, limit: float = LIMIT) -> None:
+        """Run it; raises whatever is wrong, with a note that names the setting of the check build.
+
+        Args:
+            seed: of the random inputs.
+            limit: seconds, on the CPU, after which it has failed; in the check build for each setting.
+        """
+        if self.target == "cuda":
             self._run_once(seed)
             return
+        if self.target == "cpu":
+            with using(limit=limit), time_limit(limit):
+                self._run_once(seed)
+            return
         for number, (order, eager) in enumerate(CHECK_SETTINGS):
-            with using(check=True, order=order, seed=seed + number, eager_copies=eager):
+            setting = dict(check=True, order=order, seed=seed + number, eager_copies=eager)
+            with using(**setting, limit=limit):
                 try:
-                    self._run_once(seed)
+                    with time_limit(limit):
+                        self._run_once(seed)
                 except Exception as error:
                     error.add_note(
                         f"in the check build: threads of a block in {order} order, async copies"

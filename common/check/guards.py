@@ -110,7 +110,7 @@ def strided_output(name: str) -> Iterator[None]:
         out = arguments[name]
         with _disable_current_modes():
             order = sorted(range(out.dim()), key=out.stride, reverse=True)  # as they are in memory
-            sizes = [out.shape[d] + (i + 1) * (i < out.dim() - 1) for i, d in enumerate(order)]
+            sizes = [out.shape[d] + i + 1 for i, d in enumerate(order)]
             wide = hide_(torch.empty(sizes, dtype=out.dtype, device=out.device))
             for i, d in enumerate(order):
                 wide = wide.narrow(i, 0, out.shape[d])

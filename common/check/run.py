@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from common.check.case import Item
+from common.check.case import LIMIT, Item
 from common.check.failure import Failure, failure_of, indent
 from common.check.progress import progress
 
@@ -50,9 +50,11 @@ class GroupResult:
 
 
 def run_groups(
-    groups: Mapping[str, Sequence[Item]], seed: int, *, shown: int = SHOWN
+    groups: Mapping[str, Sequence[Item]], seed: int, *, shown: int = SHOWN, limit: float = LIMIT
 ) -> list[GroupResult]:
     """Run the items of each group and print how it went, with at most ``shown`` failures of each.
+
+    ``limit``: seconds for an item on the CPU.
 
     After a failed build, or an error that leaves the GPU unusable, nothing more is run. An optional group that is not
     written yet is not among the results.
@@ -66,7 +68,7 @@ def run_groups(
         if lost:
             print(f"  {group:<{width}}  not run")
         else:
-            lost = _run_group(result, items, seed, shown)
+            lost = _run_group(result, items, seed, shown, limit)
             _print_group(result, width, shown)
         if result.status == "not written" and all(item.check.optional for item in items):
             print("    this part is optional: it counts once it is written")
@@ -75,7 +77,9 @@ def run_groups(
     return results
 
 
-def _run_group(result: GroupResult, items: Sequence[Item], seed: int, shown: int) -> bool:
+def _run_group(
+    result: GroupResult, items: Sequence[Item], seed: int, shown: int, limit: float
+) -> bool:
     """Run a group's items; True if nothing after it can be run."""
     start = time.perf_counter()
     lost = False
@@ -83,7 +87,7 @@ def _run_group(result: GroupResult, items: Sequence[Item], seed: int, shown: int
         task = bar.add_task(result.name, total=len(items))
         for item in items:
             bar.update(task, description=f"{result.name}: {item.case.name}")
-            failure = _attempt(item, seed, rerun=len(result.failures) < shown)
+            failure = _attempt(item, seed, limit, rerun=len(result.failures) < shown)
             bar.advance(task)
             if failure is None:
                 result.passed += 1
@@ -95,9 +99,9 @@ def _run_group(result: GroupResult, items: Sequence[Item], seed: int, shown: int
     return lost
 
 
-def _attempt(item: Item, seed: int, rerun: bool) -> Failure | None:
+def _attempt(item: Item, seed: int, limit: float, rerun: bool) -> Failure | None:
     try:
-        item.run(seed)
+        item.run(seed, limit)
     except Exception as error:
         return failure_of(error, item, seed, rerun=rerun)
     return None

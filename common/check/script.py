@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common.check.case import CHECK_SETTINGS, Item, device_of
+from common.check.case import CHECK_SETTINGS, LIMIT, Item, device_of
 from common.check.compare import CheckFailed
 from common.check.failure import describe_out_of_memory, indent, short_traceback
 from common.check.rng import new_seed
@@ -66,6 +66,13 @@ def _parse(suite: "Suite", argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--all", action="store_true", help=f"show all failures, not {SHOWN} of each group"
     )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT,
+        metavar="SECONDS",
+        help=f"for a case on the CPU; default: {LIMIT:g}",
+    )
     parser.add_argument("--seed", type=int, help="repeat the random inputs of an earlier run")
     parser.add_argument("--no-timing", action="store_true", help="checks only")
     parser.add_argument(
@@ -74,6 +81,8 @@ def _parse(suite: "Suite", argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU here")
+    if not 0 < options.limit < float("inf"):
+        parser.error(f"--limit must be a positive number of seconds; got {options.limit:g}")
     if options.both and options.check:
         parser.error("--both is --check and all other cases: give one of the two")
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -131,7 +140,7 @@ def _run(suite: "Suite", options: argparse.Namespace) -> int:
     if options.check or options.case:
         groups = {name: found for name, found in groups.items() if found}
     shown = sys.maxsize if options.all or options.case else SHOWN
-    results = run_groups(groups, options.seed, shown=shown)
+    results = run_groups(groups, options.seed, shown=shown, limit=options.limit)
     record.groups = [found.as_record() for found in results]
     if record.ok:
         _benchmark(suite, options, record)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.build import Arguments, Kernels, observing
+from common.build import Arguments, Kernels, library, observing
 from common.check.compare import CheckFailed
 from common.paths import ROOT
 
@@ -37,13 +37,15 @@ class Watch(TorchDispatchMode):
     Attributes:
         launches: ``{"task5 flash_attention_decode": 2}``, by folder and launcher.
         computed: PyTorch's operations that compute or copy, as ``clone (task5/attention.py:57)``.
-        memory: bytes of all tensors that were made, even if they have been freed since.
+        idle: launchers that have launched no kernel. (Seen on the CPU only.)
+        memory: bytes of all tensors that were made, even if they have been freed since; on the CPU also of cudaMalloc.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.launches: Counter[str] = Counter()
         self.computed: list[str] = []
+        self.idle: list[str] = []
         self.memory = 0
         self._largest = (0, "")
         self._stack = ExitStack()
@@ -59,6 +61,12 @@ class Watch(TorchDispatchMode):
     def _launch(self, kernels: Kernels, name: str, arguments: Arguments, launch: Any) -> None:
         self.launches[f"{kernels.source.parent.name} {name}"] += 1
         launch(arguments)
+        if all(t.is_cpu for t in arguments.values() if isinstance(t, Tensor)):
+            if not library.launched():
+                self.idle.append(f"{name} of {kernels.source.name}")
+            size = library.allocated()
+            self.memory += size
+            self._largest = max(self._largest, (size, f"cudaMalloc in {kernels.source.name}"))
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -92,6 +100,10 @@ class Watch(TorchDispatchMode):
             raise CheckFailed(
                 f"the result is right, but not by these kernels: expected {_list(wanted)};"
                 f" launched {_list(self.launches)}"
+            )
+        if self.idle:
+            raise CheckFailed(
+                f"the result is right, but {', '.join(self.idle)} has launched no kernel"
             )
         if self.computed and not torch_computes:
             names = list(dict.fromkeys(self.computed))

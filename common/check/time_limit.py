@@ -1,0 +1,59 @@
+"""A limit for Python code that does not end. Kernels on the CPU have one of their own, which says where they are."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from common.build import builder, library
+from common.check.compare import CheckFailed
+from common.paths import ROOT
+
+MORE = 2.0  # seconds by which it comes later than the kernels' own limit
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """A context that raises CheckFailed if it takes longer. Waiting for a compiler does not count.
+
+    In another thread than the main one, where there are no signals, it changes nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def too_long(number: int, frame: FrameType | None) -> None:
+        if _is_inside(frame, builder.__file__):
+            signal.setitimer(signal.ITIMER_REAL, seconds + MORE)
+        elif _is_inside(frame, library.__file__):  # its own limit ends the kernel
+            signal.setitimer(signal.ITIMER_REAL, MORE)
+        else:
+            raise CheckFailed(f"did not end within {seconds:g} s: it is at {_place(frame)}")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, seconds + MORE)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _is_inside(frame: FrameType | None, module: str) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == module:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line that is in the checkout."""
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
+            return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"
