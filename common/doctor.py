@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -36,6 +37,7 @@ BUILT = 5 * GIB  # from here on .build/ is worth a word
 KILLED = 3600  # seconds after which a build's working folder is one that was killed
 
 PARAMETERS = Path("/proc/driver/nvidia/params")  # of the driver
+CGROUP = Path("/sys/fs/cgroup")  # with the limits of a container
 
 PROGRAM = """
 #include <cstdio>
@@ -360,7 +362,7 @@ def memory() -> Findings:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         known = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-        free = known["MemAvailable"]
+        free = min(known["MemAvailable"], _left_to_container())
     except (OSError, KeyError):
         yield Finding(FINE, "unknown on this system")
         return
@@ -371,6 +373,17 @@ def memory() -> Findings:
         )
     else:
         yield Finding(FINE, f"{_gib(free)} free")
+
+
+def _left_to_container() -> float:
+    """Bytes up to the limit of this container or job; infinite where there is none."""
+    try:
+        limit, used = (
+            int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current")
+        )
+    except (OSError, ValueError):  # no such files, or "max"
+        return math.inf
+    return max(limit - used, 0)
 
 
 def disk() -> Findings:

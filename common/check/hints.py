@@ -101,7 +101,8 @@ def show(stage: str, wanted: str = "", groups: Sequence[str] = ()) -> str:
     given[piece.name] = level
     kept = _write(state | {stage: {**_table(state, stage), piece.name: level}})
     lines = [
-        f"{piece.name} in {piece.file} ({piece.size})",
+        f"{piece.name} in {piece.file}",
+        piece.size,
         "",
         f"hint {level} of {len(piece.levels)}" + (", the last, once more" if again else ""),
         "",

@@ -189,7 +189,6 @@ def make(
 
     After an error, or when interrupted, nothing is left at the destination.
     """
-    delivery.check(destination, git=git)
     files, answers = contents(solved=solved, ai_policy=ai_policy)
     delivery.deliver(files, destination, git=git)
     return answers
@@ -353,8 +352,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (MarkError, HintError, RestoreError, delivery.DeliveryError, FileExistsError) as error:
         sys.exit(f"error: {error}")
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        sys.exit(f"error: cannot write the student edition: {where}{error.strerror or error}")
+        target = options.restore or options.destination
+        sys.exit(f"error: cannot write {target}: {error.strerror or error}")
     except KeyboardInterrupt:
         print("\ninterrupted; no file is half-written", file=sys.stderr)
         sys.exit(130)

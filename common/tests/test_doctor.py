@@ -235,6 +235,15 @@ def test_little_memory_and_a_full_disk(monkeypatch, root: Path) -> None:
     assert found.state == TO_DO and "are needed" in found.text
 
 
+def test_the_limit_of_a_container_counts(monkeypatch, tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text(f"{4 * doctor.GIB}\n")
+    (tmp_path / "memory.current").write_text(f"{3 * doctor.GIB}\n")
+    monkeypatch.setattr(doctor, "CGROUP", tmp_path)
+    assert doctor._left_to_container() == doctor.GIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert doctor._left_to_container() == float("inf")
+
+
 def test_a_checkout_that_cannot_be_written_to(monkeypatch, root: Path) -> None:
     assert only(doctor.checkout).state == FINE
 

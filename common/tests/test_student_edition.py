@@ -546,6 +546,16 @@ def test_wrong_arguments(tmp_path, monkeypatch, capsys, arguments, says):
     assert left_in(tmp_path) == []
 
 
+def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(delivery.tempfile, "mkdtemp", refuse)
+    with pytest.raises(SystemExit) as end:
+        main([str(tmp_path / "e")])
+    assert str(end.value) == f"error: cannot write {tmp_path / 'e'}: Permission denied"
+
+
 def test_the_command_says_what_it_did(tmp_path, capsys):
     main(["--solved", "1", "4", str(tmp_path / "e")])
     said = capsys.readouterr().out.splitlines()
