@@ -20,12 +20,13 @@ requirements = $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.t
 	lists = p["project"]["optional-dependencies"] | p["tool"]["course"]; \
 	print(*(r for name in sys.argv[1:] for r in lists[name]), sep="\n")'
 
-.PHONY: help grade test cuda-compiler clean
+.PHONY: help grade test doctor cuda-compiler clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make grade    build, check, time and grade all seven tasks; fills in Results.md'
 	@echo 'make test     run all tests with pytest'
+	@echo 'make doctor   what this machine lacks, and what to do about it'
 # BEGIN STAFF
 	@echo 'make ladder   build, check and time the ladder of attention kernels; fills in its tables'
 	@echo 'make lint     check the style (ruff, clang-format);  make format  corrects it'
@@ -37,6 +38,10 @@ grade: .venv/installed
 
 test: .venv/installed
 	@$(PY) -m pytest $(ARGS)
+
+# Also before anything is installed.
+doctor:
+	@$(if $(wildcard .venv/installed),$(PY),$(PYTHON)) -m common.doctor $(ARGS)
 
 # BEGIN STAFF
 .PHONY: ladder format lint

@@ -11,6 +11,7 @@ import torch
 from common.check.case import CHECK_SETTINGS, LIMIT, Item, device_of
 from common.check.compare import CheckFailed
 from common.check.failure import describe_out_of_memory, indent, short_traceback
+from common.check.hints import HintError, show
 from common.check.rng import new_seed
 from common.check.run import SHOWN, run_groups
 from common.memory import NotEnoughMemory
@@ -27,7 +28,13 @@ def main(suite: "Suite", argv: Sequence[str] | None = None) -> int:
     """Run the suite as the command line asks; returns the exit status."""
     options = _parse(suite, argv)
     try:
+        if options.hint is not None:
+            print(show(suite.stage.name, options.hint, options.only))
+            return 0
         return _run(suite, options)
+    except HintError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
@@ -76,6 +83,14 @@ def _parse(suite: "Suite", argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="repeat the random inputs of an earlier run")
     parser.add_argument("--no-timing", action="store_true", help="checks only")
     parser.add_argument(
+        "--hint",
+        nargs="?",
+        const="",
+        metavar="PIECE",
+        help="run nothing and print the next hint for what is to be written: of this function or group of checks,"
+        " otherwise of the first that has one left",
+    )
+    parser.add_argument(
         "--record", type=Path, metavar="FILE.json", help="also write what was found there"
     )
     options = parser.parse_args(argv)
@@ -88,6 +103,7 @@ def _parse(suite: "Suite", argv: Sequence[str] | None) -> argparse.Namespace:
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options.seed = new_seed() if options.seed is None else options.seed
     options.complete = options.groups is None and options.case is None and not options.check
+    options.only = options.groups or []
     options.groups = options.groups or suite.groups
     options.targets = ["cpu-check" if options.check and options.device == "cpu" else options.device]
     options.targets += ["cpu-check"] * options.both

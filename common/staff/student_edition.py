@@ -1,23 +1,31 @@
-"""The course without its answers: ``python -m common.staff.student_edition DIRECTORY``.
+"""The course without its answers: ``python -m common.staff.student_edition DESTINATION``.
 
 The edition is made from this checkout's own files; there is no second copy of a task.
 
 - ``LEFT_OUT`` names the files and folders that it does not get.
 - Lines between ``BEGIN SOLUTION`` and ``END SOLUTION`` become a placeholder: they are the answers.
 - Lines between ``BEGIN STAFF`` and ``END STAFF`` are dropped: they point at something in ``LEFT_OUT``.
+- The files below ``TEMPLATES`` are for the edition alone. They come to its root, such as its own README.md.
 
 A mark is a comment on a line of its own: ``# BEGIN STAFF``, ``// BEGIN SOLUTION``, ``<!-- END STAFF -->``.
 """
 
 import argparse
 import re
-import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
 
+from common.check.hints import HintError, function_around, load
+from common.marked import write_atomically
 from common.paths import ROOT
-from common.record import render
+from common.record import POINTS, render
+from common.staff import delivery
 
 LEFT_OUT = (
     ".ci/",
@@ -41,6 +49,11 @@ LEFT_OUT = (
     "task7/tiny_gpt2/train.py",
     "task7/tiny_gpt2/training.json",
 )
+TEMPLATES = "common/staff/edition/"
+POLICY = "AGENTS.md"  # what AI assistants are asked to do; a template
+SOLVED_HERE = (
+    "<!-- solved stages -->\n"  # where README.md says which stages come with their answers
+)
 MARKED = (".py", ".cu", ".md", ".toml", "Makefile")  # how the names of files with marks end
 _MARK = re.compile(
     r"^(?P<indent>\s*)(#|//|<!--)\s*(?P<edge>BEGIN|END) (?P<what>SOLUTION|STAFF)"
@@ -50,16 +63,37 @@ _ALMOST = re.compile(r"^\s*(#|//|<!--) .*(BEGIN|END) (SOLUTION|STAFF)")
 
 
 class MarkError(ValueError):
-    """A mark without its partner, with file and line."""
+    """A mark without its partner, or an answer without a hint; with file and line."""
+
+
+class RestoreError(ValueError):
+    """A folder that is not a student edition."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer: its function, the lines with their marks, those between the marks, and what replaces them."""
+
+    function: str
+    marked: str
+    lines: str
+    placeholder: str
+
+
+class Cut(NamedTuple):
+    """A file for students, and the answers that were cut out of it."""
+
+    text: str
+    answers: list[Answer]
 
 
 def cut(source: str, path: str) -> tuple[str, int]:
     """A file without its answers and without what is for staff.
 
     In Python an answer becomes ``raise NotImplementedError("... is not written yet")``, in CUDA a comment. Where an
-    optional part must not stop the others, ``BEGIN SOLUTION, until then: return 1`` names the line instead. Lines for
-    staff are dropped, or replaced where ``BEGIN STAFF, for students: return 1`` names a line. The rest of the file is
-    unchanged.
+    optional part must not stop the others, ``BEGIN SOLUTION, until then: return 1`` names the line instead. A line
+    above says how much is to be written, if the stage's hints do. Lines for staff are dropped, or replaced where
+    ``BEGIN STAFF, for students: return 1`` names a line. The rest of the file is unchanged.
 
     Returns:
         The text, and how many answers were cut out of it.
@@ -67,9 +101,18 @@ def cut(source: str, path: str) -> tuple[str, int]:
     Raises:
         MarkError: marks that do not pair up.
     """
+    text, answers = cut_out(source, path)
+    return text, len(answers)
+
+
+def cut_out(source: str, path: str, *, solved: bool = False) -> Cut:
+    """As :func:`cut`, with the answers themselves; ``solved``: they stay in the text, without their marks."""
+    sizes = _sizes(path)
     kept: list[str] = []
     begun: tuple[str, int] | None = None  # what is being cut, and the line on which it begins
-    answers = 0
+    answers: list[Answer] = []
+    inside: list[str] = []
+    function = placeholder = ""
     for number, line in enumerate(source.splitlines(keepends=True), start=1):
         mark = _MARK.match(line)
         if mark is None:
@@ -77,100 +120,325 @@ def cut(source: str, path: str) -> tuple[str, int]:
                 raise MarkError(
                     f"{path}:{number}: a mark stands alone on its line; got {line.strip()!r}"
                 )
-            if begun is None:
-                kept.append(line)
+            (kept if begun is None else inside).append(line)
         elif mark["edge"] == "BEGIN":
             if begun is not None:
                 raise MarkError(
                     f"{path}:{number}: BEGIN {mark['what']} inside BEGIN {begun[0]} (line {begun[1]})"
                 )
-            begun = (mark["what"], number)
-            instead = mark["instead"]
+            begun, inside, first = (mark["what"], number), [], line
+            placeholder = f"{mark['indent']}{mark['instead']}\n" if mark["instead"] else ""
             if mark["what"] == "SOLUTION":
-                answers += 1
-                instead = instead or _placeholder(path, kept, mark["indent"])
-            if instead:
-                kept.append(f"{mark['indent']}{instead}\n")
+                function = function_around(path, kept, mark["indent"])
+                placeholder = placeholder or f"{mark['indent']}{_placeholder(path, function)}\n"
+                if size := sizes.get(function):
+                    sign = "#" if path.endswith(".py") else "//"
+                    placeholder = f"{mark['indent']}{sign} {size}\n{placeholder}"
         elif begun is None or begun[0] != mark["what"]:
             raise MarkError(f"{path}:{number}: END {mark['what']} without BEGIN {mark['what']}")
         else:
+            if begun[0] == "STAFF":
+                kept.append(placeholder)
+            else:
+                lines = "".join(inside)
+                answers.append(Answer(function, first + lines + line, lines, placeholder))
+                kept.append(lines if solved else placeholder)
             begun = None
     if begun is not None:
         raise MarkError(f"{path}:{begun[1]}: BEGIN {begun[0]} without END {begun[0]}")
-    return "".join(kept), answers
+    return Cut("".join(kept), answers)
 
 
-def _placeholder(path: str, before: list[str], indent: str) -> str:
+def _placeholder(path: str, function: str) -> str:
     if not path.endswith(".py"):
         return "// YOUR CODE HERE"
-    name, width = [], len(indent)
-    for line in reversed(before):
-        found = re.match(r"(\s*)(?:def|class)\s+(\w+)", line)
-        if found and len(found[1]) < width:
-            name.insert(0, found[2])
-            width = len(found[1])
-    return f'raise NotImplementedError("{".".join(name)} is not written yet")'
+    return f'raise NotImplementedError("{function} is not written yet")'
 
 
-def make(destination: Path) -> dict[str, int]:
-    """Write the student edition into a new or empty directory.
+def _sizes(path: str) -> dict[str, str]:
+    """By function of this file: how much is to be written, as the stage's hints say."""
+    return {piece.name: piece.size for piece in load(path.split("/")[0]) if piece.file == path}
+
+
+# The whole edition ------------------------------------------------------------------------------------
+
+
+def make(
+    destination: Path,
+    *,
+    solved: Collection[int] = (),
+    ai_policy: bool = True,
+    git: bool = False,
+) -> dict[str, int]:
+    """Write the student edition: a folder, or a zip where the name ends in ``.zip``.
+
+    Args:
+        destination: a new path, or an empty directory.
+        solved: the stages that keep their answers.
+        ai_policy: with ``AGENTS.md``, which asks AI assistants to teach and not to write the answers.
+        git: the folder is a git repository with one commit.
 
     Returns:
         How many answers were cut out of each file that had any.
 
     Raises:
-        FileExistsError: the directory has something in it.
-        MarkError: marks that do not pair up; nothing is written.
+        FileExistsError: there is something at the destination.
+        DeliveryError: it cannot be made like this: inside of this checkout, ``git`` for a zip or without git.
+        MarkError, HintError: marks that do not pair up, an answer without hints.
+        OSError: it cannot be written.
+
+    After an error, or when interrupted, nothing is left at the destination.
     """
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise FileExistsError(f"{destination} must be a new or an empty directory")
-    texts: dict[str, str] = {}
-    answers: dict[str, int] = {}
-    files = [f for f in tracked_files() if not f.startswith(LEFT_OUT)]
-    for file in files:
-        if file.endswith(MARKED):
-            texts[file], count = cut((ROOT / file).read_text(encoding="utf-8"), file)
-            if count:
-                answers[file] = count
-    texts["Results.md"] = render(texts["Results.md"], {}, root=ROOT)  # no results yet
-    for file in files:
-        target = destination / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / file, target)
-        if file in texts:
-            target.write_text(texts[file], encoding="utf-8")
+    files, answers = contents(solved=solved, ai_policy=ai_policy)
+    delivery.deliver(files, destination, git=git)
     return answers
+
+
+def contents(
+    *, solved: Collection[int] = (), ai_policy: bool = True
+) -> tuple[list[delivery.File], dict[str, int]]:
+    """The files of the edition, and how many answers were cut out of each.
+
+    Raises:
+        MarkError, HintError: marks that do not pair up, an answer without hints.
+    """
+    files: dict[str, delivery.File] = {}
+    answers: dict[str, int] = {}
+    for file, name in _sources(ai_policy):
+        data = (ROOT / file).read_bytes()
+        if name.endswith(MARKED):
+            text, found = cut_out(data.decode("utf-8"), file, solved=_stage(file) in solved)
+            _check_hints(file, found)
+            if found and _stage(file) not in solved:
+                answers[name] = len(found)
+            if name == "Results.md":
+                text = render(text, {}, root=ROOT)  # no results yet
+            elif file == f"{TEMPLATES}README.md":
+                text = text.replace(SOLVED_HERE, _solved_sentence(solved))
+            data = text.encode("utf-8")
+        files[name] = delivery.File(name, data, bool((ROOT / file).stat().st_mode & 0o100))
+    return [files[name] for name in sorted(files)], answers
+
+
+def _sources(ai_policy: bool) -> Iterator[tuple[str, str]]:
+    """The files that the edition is made from, and their names in it; a template comes after what it replaces."""
+    tracked = tracked_files()
+    yield from ((file, file) for file in tracked if not file.startswith(LEFT_OUT))
+    for file in tracked:
+        name = file.removeprefix(TEMPLATES)
+        if name != file and (ai_policy or name != POLICY):
+            yield file, name
+
+
+def _stage(file: str) -> int | None:
+    found = re.match(r"task(\d+)/", file)
+    return int(found[1]) if found else None
+
+
+def _check_hints(file: str, answers: Sequence[Answer]) -> None:
+    sizes = _sizes(file)
+    missing = [a.function for a in answers if a.function not in sizes]
+    if missing:
+        raise MarkError(
+            f"{file}: each answer has hints; {missing[0]} has none in {file.split('/')[0]}/hints.toml"
+        )
+
+
+def _solved_sentence(solved: Collection[int]) -> str:
+    if not solved:
+        return ""
+    numbers = [str(n) for n in sorted(set(solved))]
+    listed = " and ".join(filter(None, [", ".join(numbers[:-1]), numbers[-1]]))
+    if len(numbers) == 1:
+        return f"**Task {listed} is already written.** Read it, because the later tasks build on it.\n\n"
+    return f"**Tasks {listed} are already written.** Read them, because the later tasks build on them.\n\n"
+
+
+def stages_with_answers() -> list[int]:
+    """The numbers of the stages that have something to write."""
+    return [n for n in (int(name.removeprefix("task")) for name in POINTS) if load(f"task{n}")]
 
 
 def tracked_files() -> list[str]:
     """Paths of the files that git tracks or would track; without git, all but what was built."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if listed.returncode == 0:
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    except OSError:  # there is no git
+        listed = None
+    if listed is not None and listed.returncode == 0:
         return sorted(f for f in listed.stdout.split("\0") if f and (ROOT / f).is_file())
-    hidden = (".venv", ".build", ".git", "__pycache__")
+    hidden = (".venv", ".build", ".git", ".pytest_cache", ".ruff_cache", "__pycache__")
     found = (p.relative_to(ROOT) for p in ROOT.rglob("*") if p.is_file())
     return sorted(p.as_posix() for p in found if not set(p.parts) & set(hidden))
 
 
-def main() -> None:
-    """The command."""
+# Back again -------------------------------------------------------------------------------------------
+
+
+def restore(edition: Path, *, stages: Collection[int] | None = None) -> dict[str, tuple[int, int]]:
+    """Put the answers back into a student edition, with their marks, wherever the placeholder is still in place.
+
+    A file that was not changed since it was cut becomes this checkout's file again, byte for byte. What a student has
+    written stays.
+
+    Args:
+        edition: its folder.
+        stages: only these; None: all.
+
+    Returns:
+        By file: how many answers were put back, and how many places have something that a student wrote.
+
+    Raises:
+        RestoreError: the folder lacks a file that has answers; nothing is written.
+    """
+    if not edition.is_dir():
+        raise RestoreError(f"{edition} must be the folder of a student edition; it is not a folder")
+    new: dict[str, bytes] = {}
+    done: dict[str, tuple[int, int]] = {}
+    for file in tracked_files():
+        if _stage(file) is None or file.startswith(LEFT_OUT) or not file.endswith((".py", ".cu")):
+            continue
+        source = (ROOT / file).read_bytes()
+        answers = cut_out(source.decode("utf-8"), file).answers
+        if not answers or (stages is not None and _stage(file) not in stages):
+            continue
+        if not (edition / file).is_file():
+            raise RestoreError(f"{edition} must be a student edition; it has no {file}")
+        now = (edition / file).read_bytes()
+        new[file], done[file] = _restored(now, source, file, answers)
+    for file, data in new.items():
+        if data != (edition / file).read_bytes():
+            write_atomically(edition / file, data.decode("utf-8"))
+    return done
+
+
+def _restored(
+    now: bytes, source: bytes, file: str, answers: Sequence[Answer]
+) -> tuple[bytes, tuple[int, int]]:
+    original = source.decode("utf-8")
+    if now == source:
+        return now, (0, 0)
+    if now in (cut_out(original, file, solved=solved).text.encode() for solved in (False, True)):
+        return source, (len(answers), 0)
+    text = now.decode("utf-8", errors="surrogateescape")
+    back = own = 0
+    for answer in answers:
+        if answer.marked in text:
+            continue
+        there = next((p for p in (answer.placeholder, answer.lines) if text.count(p) == 1), None)
+        if there is None:
+            own += 1
+        else:
+            text = text.replace(there, answer.marked)
+            back += 1
+    return text.encode("utf-8", errors="surrogateescape"), (back, own)
+
+
+# The command ------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command; ends the process with a message if something is wrong."""
+    options = _parse(sys.argv[1:] if argv is None else argv)
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        if options.restore:
+            _restore(options.restore, options.solved)
+        else:
+            _make(options)
+    except (MarkError, HintError, RestoreError, delivery.DeliveryError, FileExistsError) as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        target = options.restore or options.destination
+        sys.exit(f"error: cannot write {target}: {error.strerror or error}")
+    except KeyboardInterrupt:
+        print("\ninterrupted; no file is half-written", file=sys.stderr)
+        sys.exit(130)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m common.staff.student_edition", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
-        "directory", type=Path, help="where to write it: a new or an empty directory"
+        "destination", type=Path, nargs="?", metavar="DESTINATION",
+        help="where to write it: a new or an empty directory, or a new file that ends in .zip",
+    )  # fmt: skip
+    parser.add_argument(
+        "--git", action="store_true", help="make the directory a git repository with one commit"
     )
-    destination = parser.parse_args().directory
-    try:
-        answers = make(destination)
-    except (MarkError, FileExistsError) as error:
-        sys.exit(f"error: {error}")
+    parser.add_argument(
+        "--solved", nargs="+", type=int, default=[], metavar="N",
+        help="these stages keep their answers: --solved 4 for stage 5 without stage 4",
+    )  # fmt: skip
+    parser.add_argument(
+        "--without-ai-policy", action="store_true",
+        help=f"leave out {POLICY}, which asks AI assistants to teach and not to write the answers",
+    )  # fmt: skip
+    parser.add_argument(
+        "--restore", type=Path, metavar="EDITION",
+        help="put the answers back into this edition, with --solved those of these stages;"
+        " what a student has written stays",
+    )  # fmt: skip
+    options = parser.parse_args(_numbers_last(argv))
+    known = stages_with_answers()
+    if wrong := [n for n in options.solved if n not in known]:
+        listed = ", ".join(map(str, known))
+        parser.error(
+            f"--solved takes stages that have answers, of {listed}; got {', '.join(map(str, wrong))}"
+        )
+    if (options.destination is None) == (options.restore is None):
+        parser.error(
+            "expected either DESTINATION or --restore EDITION; got "
+            + ("none of them" if options.restore is None else "both")
+        )
+    if options.restore and (options.git or options.without_ai_policy):
+        parser.error("--restore goes with --solved alone; got --git or --without-ai-policy")
+    return options
+
+
+def _numbers_last(argv: Sequence[str]) -> list[str]:
+    """``--solved 1 4 edition`` as ``edition --solved 1 4``: argparse would take the destination for a stage."""
+    words = list(argv)
+    if "--solved" not in words:
+        return words
+    begin = end = words.index("--solved")
+    while end + 1 < len(words) and words[end + 1].isdecimal():
+        end += 1
+    return words[:begin] + words[end + 1 :] + words[begin : end + 1] if end > begin else words
+
+
+def _make(options: argparse.Namespace) -> None:
+    answers = make(
+        options.destination,
+        solved=options.solved,
+        ai_policy=not options.without_ai_policy,
+        git=options.git,
+    )
     for file, count in answers.items():
         print(f"{file}: {count} to write")
-    print(f"{sum(answers.values())} answers cut; the student edition is in {destination}")
+    for stage in sorted(set(options.solved)):
+        print(f"task{stage}: with its answers")
+    kind = "a git repository with one commit" if options.git else ""
+    print(
+        f"{sum(answers.values())} answers cut; the student edition is in {options.destination}"
+        + (f", {kind}" if kind else "")
+    )
+
+
+def _restore(edition: Path, stages: Collection[int]) -> None:
+    done = restore(edition, stages=stages or None)
+    for file, (back, own) in done.items():
+        said = f"{file}: {back} put back" if back or own else f"{file}: has its answers"
+        print(said + (f", {own} that a student wrote left as they are" if own else ""))
+    print(f"{sum(back for back, _ in done.values())} answers put back into {edition}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from common import grade
-from common.staff.student_edition import ROOT, tracked_files
+from common.staff.student_edition import ROOT, TEMPLATES, tracked_files
 from common.tests.texts import FENCE, MAKE, anchors, broken, make_targets
 
 FILES = tracked_files()
@@ -29,7 +29,9 @@ def read(file: str) -> str:
 
 
 def test_every_reference_exists() -> None:
-    assert not broken(ROOT, FILES), "\n".join(broken(ROOT, FILES))
+    # The pages of the edition refer to its files: its own test follows them.
+    problems = [p for p in broken(ROOT, FILES) if not p.startswith(TEMPLATES)]
+    assert not problems, "\n".join(problems)
 
 
 def test_make_help_names_targets() -> None:
@@ -157,7 +159,7 @@ def graded(
 
 # Lengths and versions -----------------------------------------------------------------------------
 
-LONGEST = {"README.md": 150, "task4/ladder/README.md": 150}
+LONGEST = {"README.md": 150, "task4/ladder/README.md": 150, "common/staff/edition/README.md": 70}
 
 
 @pytest.mark.parametrize("file", [f for f in PAGES if f.endswith("README.md")])

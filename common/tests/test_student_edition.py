@@ -2,14 +2,34 @@
 
 import ast
 import json
+import os
 import re
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
+import time
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from common.staff.student_edition import LEFT_OUT, ROOT, MarkError, cut, make, tracked_files
+from common.staff import delivery, student_edition
+from common.staff.student_edition import (
+    LEFT_OUT,
+    ROOT,
+    TEMPLATES,
+    MarkError,
+    RestoreError,
+    contents,
+    cut,
+    cut_out,
+    main,
+    make,
+    restore,
+    tracked_files,
+)
 from common.tests.texts import MODULE, broken, make_targets, runs
 
 STAGES = range(1, 8)
@@ -111,7 +131,7 @@ def test_common_has_only_what_a_students_run_imports(files):
     }
     needed = set()
     waiting = [name for name in modules if not name.startswith("common")]
-    waiting += ["common.grade", "common.build.__main__"]
+    waiting += ["common.grade", "common.doctor", "common.build.__main__"]
     while waiting:
         name = waiting.pop()
         if name in modules and name not in needed:
@@ -204,7 +224,342 @@ def test_marks_that_do_not_pair_up(source, words):
         cut(source, "f.py")
 
 
-def test_a_directory_in_use_is_refused(tmp_path):
-    (tmp_path / "something").write_text("")
-    with pytest.raises(FileExistsError, match="new or an empty directory"):
-        make(tmp_path)
+# What it looks like -------------------------------------------------------------------------------
+
+
+def test_every_placeholder_says_how_much_is_to_be_written(files):
+    for file, text in files.items():
+        if file.endswith((".py", ".cu")) and file.startswith("task"):
+            lines = text.splitlines()
+            for above, line in zip(lines, lines[1:], strict=False):
+                if "raise NotImplementedError" in line or line.strip() == "// YOUR CODE HERE":
+                    assert re.fullmatch(r"\s*(#|//) about \d+ lines?: .+", above), f"{file}: {line}"
+                    assert len(above) <= 120, f"{file}: {above}"
+
+
+def test_the_templates_replace_the_files_of_their_names(files):
+    templates = [f.removeprefix(TEMPLATES) for f in tracked_files() if f.startswith(TEMPLATES)]
+    expected = {"README.md", "AGENTS.md", ".clangd", ".devcontainer/devcontainer.json"}
+    assert expected <= set(templates) <= set(files)
+    assert files["README.md"].startswith("# Attention in seven stages\n")
+    assert student_edition.SOLVED_HERE not in files["README.md"]
+    assert files["README.md"] != (ROOT / "README.md").read_text()
+
+
+def test_results_have_no_figures(files):
+    text = files["Results.md"]
+    assert not re.search(r"NVIDIA|TFLOP/s \(|GB/s \(|\d ms|torch \d", text)
+    assert "0 of 20" in text and "**Name:**" in text
+    assert not [file for file in files if file.startswith("common/records/")]
+
+
+WORKFLOW = ".github/workflows/checks.yml"
+
+
+def test_the_workflow_is_yaml_with_commands_that_exist(edition, files):
+    path, _ = edition
+    text = files[WORKFLOW]
+    assert "\t" not in text
+    commands = re.findall(r"^ +(?:- )?run: (.+)$", text, re.MULTILINE)
+    try:
+        import yaml
+    except ImportError:  # it comes with transformers; without it, only the lines are read
+        pass
+    else:
+        parsed = yaml.safe_load(text)
+        assert set(parsed) == {
+            "name",
+            True,
+            "permissions",
+            "concurrency",
+            "jobs",
+        }  # "on" is true in YAML
+        assert "push" in parsed[True]
+        for job in parsed["jobs"].values():
+            assert job["timeout-minutes"] <= 60
+            steps = job["steps"]
+            assert commands == [step["run"] for step in steps if "run" in step]
+            assert any(step.get("with", {}).get("cache") == "pip" for step in steps)
+            assert not any("continue-on-error" in step for step in steps)
+    words = [shlex.split(command) for command in commands]
+    assert [".venv/bin/python", "-m", "common.grade", "--device", "cpu"] in words
+    for command in words:
+        if command[0] == ".venv/bin/python":
+            assert runs(path, command[2]), command
+        elif command[0] == "make":
+            assert re.search(rf"^{re.escape(command[1])}:", files["Makefile"], re.MULTILINE)
+        else:
+            assert command[0] == "cat" and command[1] in files
+    for other in re.findall(r"cache-dependency-path: (\S+)", text):
+        assert other in files
+
+
+def test_the_container_installs_what_the_workflow_installs(files):
+    container = json.loads(files[".devcontainer/devcontainer.json"])
+    assert f"run: {container['postCreateCommand']}\n" in files[WORKFLOW]
+
+
+def test_the_editor_finds_its_headers(edition, files):
+    path, _ = edition
+    flags = re.findall(r"^    - (\S+)$", files[".clangd"], re.MULTILINE)
+    folders = [
+        path / "task2" / flag.removeprefix("-I") for flag in flags if flag.startswith("-I..")
+    ]
+    found = [folder for folder in folders if folder.is_dir()]
+    assert len(found) == 3, "each folder once for a file of a task, and once for one a level deeper"
+    assert flags[flags.index("-include") + 1] == "editor.h"
+    for header in ["editor.h", *re.findall(r"#include <(\w+\.h)>", files["common/editor.h"])]:
+        assert any((folder / header).is_file() for folder in found), header
+
+
+@pytest.mark.skipif(shutil.which("clangd") is None, reason="needs clangd")
+def test_the_editor_understands_every_kernel(tmp_path):
+    make(tmp_path / "edition", solved=range(1, 7))
+    kernels = sorted((tmp_path / "edition").glob("task*/*.cu"))
+    for kernel in [*kernels, *(tmp_path / "edition/common/include").glob("*.cuh")]:
+        command = ["clangd", f"--check={kernel}", "--check-lines=1-1"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        problems = [line for line in done.stderr.splitlines() if re.match(r"E\[.*Line \d", line)]
+        assert "All checks completed" in done.stderr and not problems, (kernel.name, problems)
+    broken = kernels[0].read_text().replace("B_tile[ty][tx] =", "B_tiles[ty][tx] =", 1)
+    kernels[0].write_text(broken)
+    done = subprocess.run(
+        ["clangd", f"--check={kernels[0]}", "--check-lines=1-1"], capture_output=True, text=True
+    )
+    assert "undeclared identifier 'B_tiles'" in done.stderr
+
+
+def test_the_policy_for_assistants_can_be_left_out(files):
+    assert "do not write the answers" in files["AGENTS.md"]
+    without = {file.path for file in contents(ai_policy=False)[0]}
+    assert set(files) - without == {"AGENTS.md"}
+
+
+# Solved stages, and back again --------------------------------------------------------------------
+
+
+def test_solved_stages_keep_their_answers(tmp_path):
+    answers = make(tmp_path / "e", solved=[4, 2])
+    assert not [file for file in answers if file.startswith(("task2/", "task4/"))]
+    for file in ("task2/attention_kernel.cu", "task4/attention_kernel.cu"):
+        text = (tmp_path / "e" / file).read_text()
+        assert "YOUR CODE HERE" not in text and "SOLUTION" not in text
+        kept = [line for line in (ROOT / file).read_text().splitlines() if "SOLUTION" not in line]
+        assert text.splitlines() == kept
+    assert "YOUR CODE HERE" in (tmp_path / "e/task5/attention_kernel.cu").read_text()
+    assert "**Tasks 2 and 4 are already written.**" in (tmp_path / "e/README.md").read_text()
+
+
+WITH_ANSWERS = [
+    file
+    for file in tracked_files()
+    if re.match(r"task\d/", file)
+    and file.endswith((".py", ".cu"))
+    and not file.startswith(LEFT_OUT)
+    and cut((ROOT / file).read_text(), file)[1]
+]
+
+
+@pytest.mark.parametrize("solved", [(), (4,), (1, 2, 5), range(1, 7)], ids=str)
+def test_restoring_gives_back_the_original_byte_for_byte(tmp_path, solved):
+    assert len(WITH_ANSWERS) == 7
+    make(tmp_path / "e", solved=solved)
+    done = restore(tmp_path / "e")
+    assert set(done) == set(WITH_ANSWERS) and not any(own for _, own in done.values())
+    for file in WITH_ANSWERS:
+        assert (tmp_path / "e" / file).read_bytes() == (ROOT / file).read_bytes(), file
+    assert set(restore(tmp_path / "e").values()) == {(0, 0)}  # once more: nothing to do
+
+
+def test_restoring_keeps_what_a_student_wrote(tmp_path):
+    make(tmp_path / "e")
+    file = "task2/attention_kernel.cu"
+    kernel = tmp_path / "e" / file
+    own = kernel.read_text().replace("  // YOUR CODE HERE\n", "  my_own_code();\n", 1)
+    kernel.write_text(own + "// a note\n")
+    assert restore(tmp_path / "e", stages=[2]) == {file: (3, 1)}
+    text = kernel.read_text()
+    assert "my_own_code();" in text and text.endswith("// a note\n")
+    for answer in cut_out((ROOT / file).read_text(), file).answers[1:]:
+        assert answer.marked in text
+    assert "is not written yet" in (tmp_path / "e/task1/attention.py").read_text()
+
+
+def test_restoring_needs_an_edition(tmp_path):
+    with pytest.raises(RestoreError, match="has no task1/attention.py"):
+        restore(tmp_path)
+    with pytest.raises(RestoreError, match="not a folder"):
+        restore(tmp_path / "gone")
+
+
+# How it is delivered ------------------------------------------------------------------------------
+
+
+def left_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def git(folder, *arguments):
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+
+
+@needs_git
+def test_a_repository_has_one_commit_and_is_clean(files, tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_AUTHOR_NAME", "somebody")
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    make(tmp_path / "a", git=True)
+    make(tmp_path / "b", git=True)
+    monkeypatch.undo()
+    assert git(tmp_path / "a", "rev-list", "--all", "--count") == "1"
+    assert git(tmp_path / "a", "status", "--porcelain", "--ignored") == ""
+    assert git(tmp_path / "a", "symbolic-ref", "--short", "HEAD") == "main"
+    people = git(tmp_path / "a", "log", "--format=%an <%ae> %cn <%ce>")
+    assert people == "Course <course@localhost> Course <course@localhost>"
+    assert set(git(tmp_path / "a", "ls-files").splitlines()) == set(files)
+    heads = {git(tmp_path / name, "rev-parse", "HEAD") for name in "ab"}
+    assert len(heads) == 1, "the same files give the same commit"
+    assert left_in(tmp_path) == ["a", "b"]
+
+
+def test_a_zip_has_the_same_files_below_one_folder(files, tmp_path):
+    make(tmp_path / "new" / "course.zip")
+    make(tmp_path / "again" / "course.zip")
+    with zipfile.ZipFile(tmp_path / "new/course.zip") as archive:
+        assert archive.testzip() is None
+        assert set(archive.namelist()) == {f"course/{file}" for file in files}
+        text = archive.read("course/task2/attention_kernel.cu").decode()
+    assert "YOUR CODE HERE" in text and "SOLUTION" not in text
+    assert left_in(tmp_path / "new") == ["course.zip"]
+    zips = [(tmp_path / name / "course.zip").read_bytes() for name in ("new", "again")]
+    assert zips[0] == zips[1], "the same files give the same zip"
+
+
+@pytest.mark.parametrize(
+    "name, options, error",
+    [
+        ("used", {}, "new or an empty directory"),
+        ("used/file", {}, "new or an empty directory"),
+        ("used/file/below", {}, "is a file, not a directory"),
+        ("used.zip", {}, "must be a new file"),
+        ("x.zip", {"git": True}, "--git makes a directory; got .*x.zip"),
+        (ROOT / "edition", {}, "must be outside of"),
+    ],
+)
+def test_a_wrong_destination_is_refused(tmp_path, name, options, error):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/file").write_text("mine")
+    (tmp_path / "used.zip").write_text("mine")
+    with pytest.raises((FileExistsError, delivery.DeliveryError), match=error):
+        make(tmp_path / name, **options)
+    assert left_in(tmp_path) == ["used", "used.zip"] and left_in(tmp_path / "used") == ["file"]
+    assert (tmp_path / "used.zip").read_text() == (tmp_path / "used/file").read_text() == "mine"
+    assert not (ROOT / "edition").exists()
+
+
+@pytest.mark.parametrize("before", ["nothing", "an empty directory"])
+@pytest.mark.parametrize("name", ["e", "deep/er/e", "e.zip"])
+@pytest.mark.parametrize("stage", ["_write", "_zip", "_publish"])
+def test_a_failed_run_leaves_nothing(tmp_path, monkeypatch, before, name, stage):
+    destination = tmp_path / name
+    if before == "an empty directory" and not name.endswith(".zip"):
+        destination.mkdir(parents=True)
+    there = sorted(tmp_path.rglob("*"))
+    real = getattr(delivery, stage)
+
+    def fail(*arguments):
+        if stage != "_publish":
+            real(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(delivery, stage, fail)
+    if (stage == "_zip") == name.endswith(".zip") or stage == "_publish":
+        with pytest.raises(KeyboardInterrupt):
+            make(destination)
+        assert sorted(tmp_path.rglob("*")) == there
+
+
+def test_a_move_that_fails_is_undone(tmp_path, monkeypatch):
+    (tmp_path / "e").mkdir()
+    real, calls = os.rename, []
+
+    def fail_at_third(source, target):
+        calls.append(target)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", fail_at_third)
+    with pytest.raises(OSError, match="No space"):
+        make(tmp_path / "e")
+    assert left_in(tmp_path / "e") == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_stopped_leaves_nothing(tmp_path, how):
+    slow = (
+        "import time; from common.staff import delivery, student_edition as s; real = delivery._write\n"
+        "def write(*a): real(*a); print('written', flush=True); time.sleep(60)\n"
+        f"delivery._write = write; s.main([{str(tmp_path / 'e')!r}])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"written\n"
+    time.sleep(0.1)
+    process.send_signal(how)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130 and b"interrupted" in said and b"Traceback" not in said
+    assert left_in(tmp_path) == []
+
+
+def test_without_git_there_is_one_clear_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit) as end:
+        main([str(tmp_path / "e"), "--git"])
+    assert "error: --git needs git, and there is none on PATH" in str(end.value)
+    assert left_in(tmp_path) == []
+    main([str(tmp_path / "e")])  # a directory needs no git
+    assert (tmp_path / "e/task2/attention_kernel.cu").is_file()
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ([], "expected either DESTINATION or --restore EDITION; got none"),
+        (["e", "--restore", "e"], "got both"),
+        (["--restore", "e", "--git"], "--restore goes with --solved alone"),
+        (["e", "--solved", "9"], "of 1, 2, 3, 4, 5, 6; got 9"),
+        (["--solved", "7", "e"], "of 1, 2, 3, 4, 5, 6; got 7"),
+        (["e", "--solved", "four"], "invalid int value: 'four'"),
+    ],
+)
+def test_wrong_arguments(tmp_path, monkeypatch, capsys, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2 and says in capsys.readouterr().err
+    assert left_in(tmp_path) == []
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(delivery.tempfile, "mkdtemp", refuse)
+    with pytest.raises(SystemExit) as end:
+        main([str(tmp_path / "e")])
+    assert str(end.value) == f"error: cannot write {tmp_path / 'e'}: Permission denied"
+
+
+def test_the_command_says_what_it_did(tmp_path, capsys):
+    main(["--solved", "1", "4", str(tmp_path / "e")])
+    said = capsys.readouterr().out.splitlines()
+    assert "task2/attention_kernel.cu: 4 to write" in said and "task4: with its answers" in said
+    assert said[-1] == f"13 answers cut; the student edition is in {tmp_path / 'e'}"
+    main(["--restore", str(tmp_path / "e")])
+    assert f"15 answers put back into {tmp_path / 'e'}" in capsys.readouterr().out

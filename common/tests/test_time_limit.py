@@ -33,9 +33,12 @@ def kernels(tmp_path_factory):
 def test_python_code_that_does_not_end(monkeypatch):
     monkeypatch.setattr("common.check.time_limit.MORE", 0.1)
     began = time.monotonic()
-    with pytest.raises(
-        CheckFailed, match=r"did not end within 0.2 s: it is at .*test_time_limit.py:\d+"
-    ), time_limit(0.2):
+    with (
+        pytest.raises(
+            CheckFailed, match=r"did not end within 0.2 s: it is at .*test_time_limit.py:\d+"
+        ),
+        time_limit(0.2),
+    ):
         while True:
             pass
     assert time.monotonic() - began < 5
