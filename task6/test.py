@@ -5,7 +5,7 @@ python -m task6.test [--prefill] [--decode] [--generate] [--check]
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from unittest import mock
 
 import torch
@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.build import Kernels
-from common.check import FACTOR, Case, CheckFailed, Suite, assert_close
+from common.check import FACTOR, Case, CheckFailed, Suite, Watch, assert_close
+from common.check.poison import hide_
 from common.memory import free_memory, gib, require_memory
 from common.timing import Backend, Benchmark, Timing, measure, sdpa
-from task6.model import KVCache, customModel, generate, memory_needed
+from task5.attention import choose_num_splits, sm_count
+from task6.model import MLP_FACTOR, KVCache, customModel, generate, memory_needed
 from task6.rope import RoPE, apply_rotary_emb
 
 suite = Suite(
@@ -47,10 +49,12 @@ def plain_logits(
     pairs: str = "halves",
     positions: Tensor | None = None,
     seen: Tensor | None = None,
+    rotate: str = "qk",
 ) -> Tensor:
     """Logits ``(batch, seq, vocab)`` of all tokens at once, in ``dtype``: no cache, no kernel, RoPE as complex numbers.
 
-    ``pairs``, ``positions`` (seq,) and ``seen`` (seq, seq) are for the mistakes that people make.
+    ``pairs``, ``positions`` (seq,), ``seen`` (seq, seq) and ``rotate``, to which of q, k and v RoPE is applied, are for
+    the mistakes that people make.
     """
     weights = model.state_dict()
 
@@ -69,11 +73,11 @@ def plain_logits(
     for i in range(model.num_layers):
         layer = f"layers.{i}."
         qkv = norm(x, layer + "attention_norm") @ weight(layer + "attention.qkv_proj").mT
-        q, k, v = qkv.unflatten(-1, (3, model.num_heads, -1)).unbind(
-            2
-        )  # (batch, seq, heads, head_dim)
-        q, k = (rotated(t, positions, pairs) for t in (q, k))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        parts = qkv.unflatten(-1, (3, model.num_heads, -1)).unbind(2)
+        qkv = dict(zip("qkv", parts, strict=True))  # (batch, seq, heads, head_dim)
+        for name in rotate:
+            qkv[name] = rotated(qkv[name], positions, pairs)
+        q, k, v = (t.transpose(1, 2) for t in qkv.values())
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2).flatten(2)
         x = x + o @ weight(layer + "attention.o_proj").mT
         h = norm(x, layer + "mlp_norm")
@@ -222,10 +226,13 @@ def compare_logits(case, device, rng):
     tokens = rng.integers(0, case.vocab, case.batch, seq, dtype=case.values.get("ids", torch.int64))
     own = case.values.get("own_cache")
     kv_cache = None if own else model.new_kv_cache(case.batch, seq + case.values.get("room", 3))
-    parts, pos = [], 0
+    for cache in (cache for layer in kv_cache or () for cache in layer):
+        hide_(cache)  # what is not written yet must not be read
+    parts, pos, decode = [], 0, Watch()
     with count_launches() as launches:
         for n in case.chunks:
-            logits, kv_cache = model(tokens[:, pos : pos + n], kv_cache, pos)
+            with decode if n == 1 else nullcontext():
+                logits, kv_cache = model(tokens[:, pos : pos + n], kv_cache, pos)
             parts.append(logits)
             pos += n
     assert_close(
@@ -236,6 +243,17 @@ def compare_logits(case, device, rng):
         suspects=suspects(model, tokens, case.chunks),
     )
     expect_launches(launches, case.layers, case.chunks)
+    decode.expect_small(_largest_in_a_step(case, seq, device, dtype))
+
+
+def _largest_in_a_step(case, seq, device, dtype):
+    """Bytes: the MLP's inner tensor, the logits, or partial results of the splits; not the cache."""
+    splits = max(
+        choose_num_splits(case.batch * case.heads, n, sm_count(device)) for n in range(1, seq + 1)
+    )
+    partial = 4 * case.heads * splits * (case.head_dim + 1)
+    wide = dtype.itemsize * max(MLP_FACTOR * case.heads * case.head_dim, case.vocab)
+    return case.batch * max(partial, wide)
 
 
 def make_model(case, device, rng, dtype=torch.float32) -> customModel:
@@ -266,6 +284,10 @@ def suspects(
 
     found = {
         "RoPE is not applied": mistake(pairs="none"),
+        "RoPE is applied to q only": mistake(rotate="q"),
+        "RoPE is applied to k only": mistake(rotate="k"),
+        "RoPE is applied to v, too": mistake(rotate="qkv"),
+        "RoPE is applied twice": mistake(rotate="qkqk"),
         "RoPE pairs neighbours instead of halves": mistake(pairs="neighbours"),
         "the causal mask is missing within a chunk": mistake(seen=past | own),
     }

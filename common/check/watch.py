@@ -85,6 +85,13 @@ class Watch(TorchDispatchMode):
             self.computed.append(f"{name} ({_place()})")
         return out
 
+    def expect_small(self, size: int) -> None:
+        """CheckFailed if a tensor of more than ``size`` bytes was made: a copy of what should be read in place."""
+        if self._largest[0] > size:
+            raise CheckFailed(
+                f"the result is right, but nothing over {size:,} bytes is needed, and {self._largest[1]}"
+            )
+
     def expect(
         self, launches: Mapping[str, int], *, memory: int | None, torch_computes: bool = False
     ) -> None:
