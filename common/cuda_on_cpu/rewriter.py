@@ -1,9 +1,11 @@
 """Turn a `.cu` file into C++ that g++ and clang accept.
 
-C++ lacks two constructs, and only these are rewritten; everything else CUDA adds is a header:
+C++ lacks two constructs; everything else that CUDA adds is a header:
 
 * `kernel<<<grid, block, bytes, stream>>>(arguments)` becomes a call of `cuda_on_cpu::launch`;
 * `__shared__` declarations become references into the memory of the running block.
+
+Besides, a kernel's `return;` notes where it was, for messages.
 
 Line numbers do not change, so a compiler's message shows the student's own file and line. A header
 with kernels or shared memory is rewritten in the same way, as a file of its own.
@@ -67,6 +69,7 @@ class _File:
         self.tokens = _tokens(source)
         self.out: list[str] = []
         self.scopes: list[str] = []  # of each open brace: "namespace", "class" or "function"
+        self.bodies: list[str] = []  # of each open brace: in a "kernel", in a "lambda", or ""
         self.statement: list[str] = []  # words since the last ; { or }
         self.shared_depths: list[int] = []  # how deep each __shared__ variable in scope is declared
 
@@ -97,6 +100,10 @@ class _File:
                 elif token.text == "[":
                     self._check_capture(i)
                 self._track(token)
+                if token.text == "return" and self._leaves_kernel(i):
+                    self.out.append("return ::cuda_on_cpu::returned_at(__FILE__, __LINE__)")
+                    i += 1
+                    continue
                 bare = token.text == "__noinline__" and tokens[self._previous(i)].text != "("
                 self.out.append("__attribute__((noinline))" if bare else token.text)
                 i += 1
@@ -125,17 +132,30 @@ class _File:
                 scope = "class"
             else:
                 scope = "function"
+            body = self.bodies[-1] if self.bodies else ""
+            if outer != "function" and "__global__" in self.statement:
+                body = "kernel"
+            elif _begins_lambda(self.statement):
+                body = "lambda"
             self.scopes.append(scope)
+            self.bodies.append(body)
             self.statement = []
         elif token.text == "}":
             if self.scopes:
                 self.scopes.pop()
+                self.bodies.pop()
             self.shared_depths = [d for d in self.shared_depths if d <= len(self.scopes)]
             self.statement = []
         elif token.text == ";":
             self.statement = []
         else:
             self.statement.append(token.text)
+
+    def _leaves_kernel(self, i: int) -> bool:
+        """Is token i the `return` of a `return;` that ends a thread?"""
+        after = self._next(i + 1)
+        in_kernel = bool(self.bodies) and self.bodies[-1] == "kernel"
+        return in_kernel and after < len(self.tokens) and self.tokens[after].text == ";"
 
     def _check_assembly(self, i: int) -> None:
         """Inline PTX cannot run here; say which instruction it was."""
@@ -456,6 +476,16 @@ def _flat(tokens: list[_Token]) -> str:
 
 def _one_line(tokens: list[_Token]) -> str:
     return " ".join(_flat(tokens).split())
+
+
+def _begins_lambda(statement: list[str]) -> bool:
+    """Does the statement end in a lambda whose body begins now? An index follows a name, and an attribute is [[."""
+    return any(
+        word == "["
+        and (i == 0 or statement[i - 1] in ("=", "(", ",", "return", "&", "|", "?", ":"))
+        and statement[i + 1 : i + 2] != ["["]
+        for i, word in enumerate(statement)
+    )
 
 
 def _has_code(tokens: list[_Token]) -> bool:

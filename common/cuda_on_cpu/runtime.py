@@ -16,7 +16,9 @@ RUNTIME_SOURCES = sorted((HERE / "runtime").glob("*.cpp"))
 
 # Kernels read the same bytes as float and as uint32_t, as CUDA code does. -g1 keeps the lines that
 # an error names and costs little; the check build's lines are exact only with -g.
+# Without a PLT every instruction of a kernel's library has a line, wherever the time limit meets it.
 _KERNEL_FLAGS = ["-fno-strict-aliasing", "-Wno-unknown-pragmas", "-Wno-attributes"]
+_KERNEL_FLAGS += ["-fno-plt"] if sys.platform != "darwin" else []
 FAST_FLAGS = ["-O2", "-g1", *_KERNEL_FLAGS]
 
 # Fortified memcpy would bypass the checks. clang does not report the read of x += 1 by default.
@@ -32,7 +34,14 @@ RUNTIME_FLAGS = ["-O2", "-g1", "-fno-strict-aliasing", "-fno-math-errno"]
 ORDERS = ("forward", "reverse", "random")
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
-_PLACE = re.compile(r"\{([^{}\n]+)\+0x([0-9a-f]+)\}")
+_PLACE = re.compile(r"\{([^{}\n]+)\+(0x[0-9a-f]+(?:,0x[0-9a-f]+)*)\}")
+
+# For some functions g++ names the rewritten copy in spite of its #line.
+_COPY = re.compile(r".*\.build/work-[^/]+/\d+\.tree/(.+?)(?:\.cpp)?")
+
+# Functions of CUDA, whose lines are no place for a mistake.
+_CUDAS_OWN = ("common/cuda_on_cpu/", "common/include/ptx.cuh", "/usr/")
+_LAUNCH = "common/cuda_on_cpu/include/cuda_on_cpu/launch.h"
 
 
 class Runtime:
@@ -124,32 +133,64 @@ class Runtime:
 
 
 def _with_lines(text: str) -> str:
-    """Replace each {library+0xoffset}, which only debug information can name, by file:line."""
-    return _PLACE.sub(lambda match: _line_of(match[1], int(match[2], 16)), text)
+    """Replace each {library+0xoffset,...}, which only debug information can name, by file:line."""
+    return _PLACE.sub(lambda match: _line_of(match[1], match[2].split(",")), text)
 
 
-def _line_of(library: str, offset: int) -> str:
-    """The innermost line at `offset` that is in a kernel's file, not in one of our headers."""
-    frames = [_shown(place) for place in _frames(library, offset)]
-    for place in frames:
-        if place and not place.startswith(("common/cuda_on_cpu/", "common/include/", "/usr/")):
-            return place
-    return next(filter(None, frames), f"{Path(library).name}+{offset:#x}")
+def _line_of(library: str, offsets: list[str]) -> str:
+    """The kernel's line, and in brackets those of the functions that it calls there, down to the offset."""
+    frames = [
+        (name, shown) for name, place in _frames(library, offsets) if (shown := _shown(place))
+    ]
+    for i, (_, place) in enumerate(frames):
+        if place.startswith(
+            _LAUNCH
+        ):  # called by this is a lambda with the launch's line, and by that the kernel
+            frames = frames[: i - 1]
+            break
+    own = [frame for frame in frames if not frame[1].startswith(_CUDAS_OWN)] or frames[:1]
+    if not own:
+        return f"{Path(library).name}+{offsets[0]}"
+    *helpers, (kernels_name, kernel) = own
+    file = kernel.rpartition(":")[0]
+    inside = []
+    for name, place in reversed(helpers):
+        path, _, line = place.rpartition(":")
+        function = (
+            "a lambda" if name == kernels_name else _plain(name)
+        )  # addr2line names what is around it
+        inside.append(f"in {function}, {f'line {line}' if path == file else place}")
+    return f"{kernel} ({'; '.join(inside)})" if inside else kernel
 
 
-def _frames(library: str, offset: int) -> list[str]:
-    """file:line of the instruction, then of the calls that were inlined around it."""
+def _plain(function: str) -> str:
+    """``load4`` for ``float4 load4<8>(float const*)``."""
+    if "{lambda" in function:
+        return "a lambda"
+    while (shorter := re.sub(r"<[^<>]*>", "", function)) != function:
+        function = shorter
+    called = "operator()" if "operator()" in function else ""
+    name = (
+        function.partition("operator()")[0] + called if called else function.partition("(")[0]
+    ).split()
+    return name[-1] if name else "a function"
+
+
+def _frames(library: str, offsets: list[str]) -> list[tuple[str, str]]:
+    """Function and file:line of the first offset, then of the calls inlined around it; then of the next offset."""
     for tool, *options in (
-        ("addr2line", "-i", "-e", library, hex(offset)),
-        ("llvm-symbolizer", "--inlining", "--output-style=GNU", f"--obj={library}", hex(offset)),
-        ("atos", "-i", "-fullPath", "-o", library, "-l", "0", hex(offset)),
+        ("addr2line", "-f", "-C", "-i", "-e", library, *offsets),
+        ("llvm-symbolizer", "--inlining", "--output-style=GNU", f"--obj={library}", *offsets),
+        ("atos", "-i", "-fullPath", "-o", library, "-l", "0", *offsets),
     ):
         if shutil.which(tool) is None or (tool == "atos") != (sys.platform == "darwin"):
             continue
         done = subprocess.run([tool, *options], capture_output=True, text=True, timeout=60)
         if done.returncode == 0:
-            lines = done.stdout.splitlines()
-            return re.findall(r"\(([^()]+:\d+)\)", done.stdout) if tool == "atos" else lines
+            if tool == "atos":
+                return re.findall(r"^(.*?) \(in .*\(([^()]+:\d+)\)$", done.stdout, re.MULTILINE)
+            lines = [line for line in done.stdout.splitlines() if line]
+            return list(zip(lines[::2], lines[1::2], strict=False))
     return []
 
 
@@ -159,4 +200,6 @@ def _shown(place: str) -> str | None:
     if not match or match[1].startswith("??") or match[2] == "0":
         return None
     path = Path(match[1])
+    if copy := _COPY.fullmatch(match[1]):
+        path = ROOT / copy[1] if (ROOT / copy[1]).exists() else Path("/") / copy[1]
     return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}:{match[2]}"

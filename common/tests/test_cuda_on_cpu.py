@@ -304,6 +304,25 @@ CHECK = [  # found by the check build
 ]
 
 
+def test_a_mistake_in_a_helper_names_the_kernels_line():
+    def number(tag):
+        return line_of(tag).split(":")[1]
+
+    inside = {
+        "IN_HELPER": f" (in read_at, line {number('read-at')})",
+        "IN_INLINED_HELPER": f" (in load4, line {number('load4')})",
+        "IN_HELPERS_HELPER": f" (in read_past, line {number('read-past')}; in read_at, line {number('read-at')})",
+        "IN_LAMBDA": f" (in a lambda, line {number('store')})",
+        "IN_HEADER": "",  # a function of ptx.cuh is as good as an instruction
+    }
+    for name, helpers in inside.items():
+        with using(check=True), pytest.raises(KernelError) as caught:
+            mistake(name, blocks=1)
+        line = number(name.lower().replace("_", "-"))
+        start = f"common/tests/kernels/features.cu:{line}{helpers}: out of range: "
+        assert str(caught.value).startswith(start), str(caught.value)
+
+
 def mistake(name: str, n: int = 2, zero: int = 0, blocks: int = 2) -> torch.Tensor:
     out = torch.full((blocks, 64), math.nan)
     number = NAMES.index(name)

@@ -173,3 +173,13 @@ void f() {
         if "here" in line:
             assert out[i].strip() == line.strip()
     assert len(out) == len(source.splitlines())
+
+
+def test_only_a_kernels_return_is_noted():
+    noted = "return ::cuda_on_cpu::returned_at(__FILE__, __LINE__);"
+    kernel = "template <int N>\n__global__ void k(int n) { if (n) { return; } %s return; }"
+    assert body(kernel % "x[3] = 1;") == (kernel % "x[3] = 1;").replace("return;", noted)
+    for other in ("auto f = [&](int i) { if (i) return; };", "each([=] { return; });", "return 3;"):
+        assert body(kernel % other) == (kernel % "@").replace("return;", noted).replace("@", other)
+    helper = "__device__ void f() { return; }\nstruct S { void g() { return; } };"
+    assert body(helper) == helper

@@ -100,14 +100,14 @@ void check_shared(Worker& worker, uintptr_t address, size_t bytes, Access access
     std::string what =
         near ? overrun(*near, address - offset + near->offset, address, bytes, access)
              : "out of range: the kernel has no shared memory; was its size given in the launch?";
-    worker.fail(cudaErrorIllegalAddress, what, show_place(pc));
+    worker.fail(cudaErrorIllegalAddress, what, show_place(pc, worker.running()));
   }
   Cell* cells = worker.shared_cells.get() + offset;
   Conflict conflict =
       record_access(cells, bytes, access, worker.running(), pc, worker.block_serial, true, false);
-  if (conflict) {
+  if (conflict && !worker.has_conflict()) {
     std::string element = variable->element(offset + conflict.byte - variable->offset);
-    worker.fail(cudaErrorLaunchFailure, describe(conflict, element, worker, pc), show_place(pc));
+    worker.fail_at_barrier(describe(conflict, element, worker, pc), show_place(pc, worker.running()));
   }
 }
 
@@ -146,7 +146,7 @@ void check_global(Worker& worker, uintptr_t address, size_t bytes, Access access
                        access)
              : format("out of range: %s %zu bytes at address 0x%zx, which is in no tensor",
                       verb(access), bytes, size_t(address));
-    worker.fail(cudaErrorIllegalAddress, what, show_place(pc));
+    worker.fail(cudaErrorIllegalAddress, what, show_place(pc, worker.running()));
   }
   for (size_t done = 0; done < bytes;) {
     uintptr_t at = address + done;
@@ -159,12 +159,11 @@ void check_global(Worker& worker, uintptr_t address, size_t bytes, Access access
       conflict = record_access(cells, part, access, worker.running(), pc, global.first_block(),
                                false, global.fenced());
     }
-    if (conflict) {
+    if (conflict && !worker.has_conflict()) {
       size_t byte = at + conflict.byte - tensor->address;
-      worker.fail(
-          cudaErrorLaunchFailure,
-          describe(conflict, format("%s, byte %zu", tensor->name.c_str(), byte), worker, pc),
-          show_place(pc));
+      worker.fail_at_barrier(describe(conflict, format("%s, byte %zu", tensor->name.c_str(), byte), worker, pc),
+                             show_place(pc, worker.running()));
+      return;
     }
     done += part;
   }
@@ -190,7 +189,8 @@ bool inside(const T* object, uintptr_t address) {
 void check_access(const void* pointer, size_t bytes, Access access, const void* pc) {
   if (!current_thread || bytes == 0) return;
   Worker& worker = *this_worker;
-  if (worker.overdue()) worker.fail_overdue(show_place(pc));
+  if (worker.overdue()) worker.fail_overdue(show_place(pc, worker.running()));
+  worker.count_access_after_conflict();
   const Fiber& thread = worker.running();
   uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
   if (thread.stack.contains(address) || inside(&thread, address) || inside(&worker, address))
@@ -232,7 +232,7 @@ void check_alignment(const void* pointer, size_t alignment, const char* verb, co
                                  : format("which is not a multiple of %zu", alignment);
   worker.fail(cudaErrorMisalignedAddress,
               format("misaligned: %s %s of %s, %s", verb, plain_type(type).c_str(), place.c_str(), why.c_str()),
-              show_place(pc));
+              show_place(pc, worker.running()));
 }
 
 }  // namespace cuda_on_cpu

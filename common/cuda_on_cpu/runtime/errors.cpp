@@ -30,14 +30,23 @@ std::string format(const char* pattern, ...) {
 
 std::string show(const uint3& i) { return format("(%u,%u,%u)", i.x, i.y, i.z); }
 
-std::string show_place(const void* return_address) {
-  const char* pc = static_cast<const char*>(return_address) - 1;  // inside the call, not after it
-  Dl_info info;
-  if (!dladdr(pc, &info) || !info.dli_fname)
-    return format("address %p", static_cast<const void*>(pc));
-  return format("{%s+0x%zx}", info.dli_fname,
-                size_t(pc - static_cast<const char*>(info.dli_fbase)));
+std::string show_place(const void* const* return_addresses, size_t count) {
+  std::string text;
+  const void* library = nullptr;
+  for (size_t i = 0; i < count; ++i) {
+    const char* pc = static_cast<const char*>(return_addresses[i]) - 1;  // inside the call, not after it
+    Dl_info info;
+    const bool known = dladdr(pc, &info) && info.dli_fname;
+    if (i == 0 && !known) return format("address %p", static_cast<const void*>(pc));
+    if (!known || (i > 0 && info.dli_fbase != library)) break;
+    library = info.dli_fbase;
+    text += i == 0 ? format("{%s+", info.dli_fname) : ",";
+    text += format("0x%zx", size_t(pc - static_cast<const char*>(info.dli_fbase)));
+  }
+  return text + "}";
 }
+
+std::string show_place(const void* return_address) { return show_place(&return_address, 1); }
 
 void set_host_error(cudaError_t code, std::string text) {
   if (host_error.code != cudaSuccess && !host_error.taken) return;

@@ -13,7 +13,9 @@ std::string format(const char* pattern, ...) __attribute__((format(printf, 1, 2)
 std::string show(const uint3& index);
 
 /// The place of the call that returns to this address, as {library+0xoffset}; Python turns it into
-/// file:line with the debug information.
+/// file:line with the debug information. Calls that lead there follow, the last one first, as far as they are in the
+/// same library: {library+0xoffset,0xoffset}.
+std::string show_place(const void* const* return_addresses, size_t count);
 std::string show_place(const void* return_address);
 
 /// As in CUDA, errors belong to the host thread that made them. The first one is kept, because it

@@ -129,6 +129,7 @@ void Worker::begin_block(uint64_t index) {
   phase = 0;
   alive_ = threads_;
   block_failed_ = false;
+  conflict_.what.clear();
   ready_head_ = ready_count_ = 0;
   barrier_.arrived = 0;
 
@@ -143,8 +144,11 @@ void Worker::begin_block(uint64_t index) {
     if (!fiber.saved) fiber.saved = fiber.stack.start(fiber_main);
     fiber.state = Fiber::State::ready;
     fiber.copy_group = 0;
+    fiber.return_file = nullptr;
+    fiber.return_line = 0;
     if (launch->site.checked) {
       fiber.clock = 1;
+      fiber.calls.clear();
       std::memset(fiber.seen, 0, sizeof fiber.seen);
     }
     push(fiber.rank);
@@ -205,6 +209,7 @@ Fiber& Worker::pop() {
 void Worker::switch_from(Fiber& me) {
   if (ready_count_ == 0 && alive_ > 0) {
     if (barrier_.arrived == alive_) {
+      if (has_conflict()) fail_now();
       release_barrier();
     } else {
       report_deadlock();
@@ -212,6 +217,7 @@ void Worker::switch_from(Fiber& me) {
     }
   }
   if (ready_count_ == 0) {  // all have returned: the block is done
+    report_conflict();
     cuda_on_cpu_switch(&me.saved, scheduler);
     return;
   }
@@ -237,6 +243,7 @@ void Worker::thread_returned() {
   Fiber& me = running();
   if (!me.copies.empty()) land_copies(me, 0, true);
   me.state = Fiber::State::returned;
+  me.returned_in_phase = phase;
   --alive_;
   Warp& warp = warps_[me.warp];
   warp.alive &= ~(1u << me.lane);
@@ -259,10 +266,13 @@ int Worker::barrier(BarrierResult wanted, bool predicate, const char* file, int 
     barrier_ = {0, 0, file, line, me.rank};
   } else if (barrier_.line != line || std::strcmp(barrier_.file, file) != 0) {
     const Fiber& first = *fibers_[barrier_.first];
-    fail(format("divergent __syncthreads(): thread %s waits at %s:%d, and thread %s has come to "
-                "another one; every thread of the block must reach the same barrier",
-                show(first.index).c_str(), barrier_.file, barrier_.line, show(me.index).c_str()),
-         file, line);
+    const std::string what = format(
+        "divergent __syncthreads(): thread %s waits at %s:%d, and thread %s has come to another one, at %s:%d; one of "
+        "the two stands under a condition that not all threads meet, and every thread of the block must reach the same "
+        "barrier",
+        show(first.index).c_str(), barrier_.file, barrier_.line, show(me.index).c_str(), file, line);
+    report_conflict("\n    " + what);
+    fail(what, file, line);
   }
   ++barrier_.arrived;
   barrier_.votes += predicate;
@@ -296,7 +306,68 @@ void Worker::release_barrier() {
 
 // ---- errors
 
+std::string show_place(const void* return_address, const Fiber& thread) {
+  std::vector<const void*> chain{return_address};
+  for (unsigned i = thread.calls.depth(); i-- > 0;) chain.push_back(thread.calls[i]);
+  return show_place(chain.data(), chain.size());
+}
+
+std::string Worker::in_kernel(const uint3& thread) const {
+  return format("\n  in kernel %s, block %s, thread %s, launched at %s:%d", launch->site.kernel,
+                show(block.index).c_str(), show(thread).c_str(), launch->site.file, launch->site.line);
+}
+
+/// Which threads had returned when the others came to a barrier, or "". It is the reason for many a conflict: they load
+/// nothing, and are not waited for.
+std::string Worker::early_returns() const {
+  std::string text;
+  const auto left_early = [&](unsigned i) {
+    const Fiber& fiber = *fibers_[i];
+    return fiber.state == Fiber::State::returned && (fiber.returned_in_phase != phase || barrier_.arrived > 0);
+  };
+  for (unsigned i = 0; i < threads_;) {
+    if (!left_early(i)) {
+      ++i;
+      continue;
+    }
+    const Fiber& one = *fibers_[i];
+    unsigned j = i + 1;
+    while (j < threads_ && left_early(j) && fibers_[j]->return_line == one.return_line) ++j;
+    text += j == i + 1 ? format("\n    thread %u has returned", i) : format("\n    threads %u to %u have returned", i, j - 1);
+    if (one.return_file) text += format(" at %s:%d", one.return_file, one.return_line);
+    i = j;
+    if (text.size() > 500) {
+      text += "\n    ...";
+      break;
+    }
+  }
+  if (text.empty()) return text;
+  return text + format("\n    and the others have come to the __syncthreads() at %s:%d: a thread that returns does nothing "
+                       "more for the block, and is not waited for",
+                       barrier_.file, barrier_.line);
+}
+
+void Worker::fail_at_barrier(const std::string& what, const std::string& place) {
+  if (has_conflict()) return;
+  conflict_ = {what, place, running().index, 0};
+}
+
+/// The first conflict of the block, if there is one. What is reported after it no longer counts.
+void Worker::report_conflict(const std::string& besides) {
+  if (!has_conflict()) return;
+  block_failed_ = true;
+  const std::string text = conflict_.place + ": " + conflict_.what + besides + early_returns() + in_kernel(conflict_.thread);
+  conflict_.what.clear();
+  launch->fail(cudaErrorLaunchFailure, text);
+}
+
+void Worker::fail_now() {
+  report_conflict();
+  abandon(running());
+}
+
 void Worker::fail_block(cudaError_t code, const std::string& what) {
+  report_conflict();
   block_failed_ = true;
   launch->fail(code,
                what + format("\n  in kernel %s, block %s, launched at %s:%d", launch->site.kernel,
@@ -305,11 +376,9 @@ void Worker::fail_block(cudaError_t code, const std::string& what) {
 
 void Worker::fail(cudaError_t code, const std::string& what, const std::string& place) {
   Fiber& me = running();
+  report_conflict();
   block_failed_ = true;
-  launch->fail(code, place + ": " + what +
-                         format("\n  in kernel %s, block %s, thread %s, launched at %s:%d",
-                                launch->site.kernel, show(block.index).c_str(),
-                                show(me.index).c_str(), launch->site.file, launch->site.line));
+  launch->fail(code, place + ": " + what + in_kernel(me.index));
   abandon(me);
 }
 
@@ -319,6 +388,7 @@ void Worker::fail_overdue(const std::string& place) {
 }
 
 void Worker::report_overdue(const Fiber& thread, const std::string& place) {
+  report_conflict();
   block_failed_ = true;
   launch->fail(cudaErrorLaunchTimeout,
                format("did not end within %g s: thread %s of block %s is at %s\n  in kernel %s, launched at %s:%d",
@@ -339,7 +409,8 @@ void Worker::report_deadlock() {
     const Fiber& one = *fibers_[i];
     unsigned j = i + 1;
     while (j < threads_ && fibers_[j]->state == one.state &&
-           (one.state == Fiber::State::returned || fibers_[j]->line == one.line)) {
+           (one.state == Fiber::State::returned ? fibers_[j]->return_line == one.return_line
+                                                : fibers_[j]->line == one.line)) {
       ++j;
     }
     if (++groups > kMaxGroups) {
@@ -349,6 +420,7 @@ void Worker::report_deadlock() {
     text += j == i + 1 ? format("\n    thread %u", i) : format("\n    threads %u to %u", i, j - 1);
     if (one.state == Fiber::State::returned) {
       text += j == i + 1 ? " has returned" : " have returned";
+      if (one.return_file) text += format(" at %s:%d", one.return_file, one.return_line);
     } else if (one.state == Fiber::State::at_barrier) {
       text += format(" at __syncthreads(), %s:%d", one.file, one.line);
     } else {
@@ -364,7 +436,7 @@ void Worker::report_fault() {
   fault = Fault();
   if (seen.signal == kInterrupt) {
     const char* exact = launch->site.checked ? "" : ", or near it; with --check the line is exact";
-    return report_overdue(*seen.fiber, show_place(seen.pc) + exact);
+    return report_overdue(*seen.fiber, show_place(seen.pc, *seen.fiber) + exact);
   }
   current_thread = seen.fiber;
   std::string what;
@@ -381,10 +453,8 @@ void Worker::report_fault() {
     what = format("illegal memory access at address 0x%zx; the check build names the tensor",
                   size_t(seen.address));
   }
-  std::string text = show_place(seen.pc) + ": " + what +
-                     format("\n  in kernel %s, block %s, thread %s, launched at %s:%d",
-                            launch->site.kernel, show(block.index).c_str(),
-                            show(seen.fiber->index).c_str(), launch->site.file, launch->site.line);
+  const std::string text = show_place(seen.pc, *seen.fiber) + ": " + what + in_kernel(seen.fiber->index);
+  report_conflict();
   current_thread = nullptr;
   block_failed_ = true;
   launch->fail(cudaErrorIllegalAddress, text);

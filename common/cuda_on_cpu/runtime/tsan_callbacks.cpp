@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "checker.h"
+#include "worker.h"
 
 using cuda_on_cpu::Access;
 using cuda_on_cpu::check_access;
@@ -76,10 +77,16 @@ COPY(cuda_on_cpu_memcpy, std::memcpy)  // through checked_memory.h
 COPY(cuda_on_cpu_memmove, std::memmove)
 FILL(cuda_on_cpu_memset)
 
+// ---- functions that are not inlined: who called them
+CALLBACK void __tsan_func_entry(void* return_address) {
+  if (cuda_on_cpu::current_thread) cuda_on_cpu::this_worker->running().calls.push(return_address);
+}
+CALLBACK void __tsan_func_exit() {
+  if (cuda_on_cpu::current_thread) cuda_on_cpu::this_worker->running().calls.pop();
+}
+
 // ---- bookkeeping of the sanitizer that means nothing here
 CALLBACK void __tsan_init() {}
-CALLBACK void __tsan_func_entry(void*) {}
-CALLBACK void __tsan_func_exit() {}
 CALLBACK void __tsan_ignore_thread_begin() {}
 CALLBACK void __tsan_ignore_thread_end() {}
 CALLBACK void __tsan_vptr_read(void**) {}

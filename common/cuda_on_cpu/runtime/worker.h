@@ -28,6 +28,24 @@ struct AsyncCopy {
 /// arguments[lane], which is null for lanes that are absent.
 using WarpFunction = void (*)(void* const* arguments, unsigned lanes);
 
+/// The calls that a thread is in, as return addresses, the kernel's own first. Known in the check build.
+class Calls {
+ public:
+  void push(const void* return_address) {
+    if (depth_ < kKept) addresses_[depth_] = return_address;
+    ++depth_;
+  }
+  void pop() { depth_ -= depth_ > 0; }
+  void clear() { depth_ = 0; }
+  unsigned depth() const { return depth_ < kKept ? depth_ : kKept; }
+  const void* operator[](unsigned i) const { return addresses_[i]; }
+
+ private:
+  static constexpr unsigned kKept = 32;
+  const void* addresses_[kKept];
+  unsigned depth_ = 0;
+};
+
 /// A thread of the block.
 struct Fiber : ThreadContext {
   enum class State : uint8_t {
@@ -46,6 +64,8 @@ struct Fiber : ThreadContext {
   StackPointer saved = nullptr;  // null: the fiber has to be started afresh
   State state = State::ready;
 
+  uint32_t returned_in_phase = 0;
+
   // Where it waits, for barriers and collectives.
   const char* file = nullptr;
   int line = 0;
@@ -55,6 +75,8 @@ struct Fiber : ThreadContext {
   WarpFunction run = nullptr;
   unsigned mask = 0;
   void* argument = nullptr;
+
+  Calls calls;
 
   std::vector<AsyncCopy> copies;
   unsigned copy_group = 0;  // groups committed so far
@@ -94,6 +116,15 @@ class Worker {
   /// show_place().
   [[noreturn]] void fail(cudaError_t code, const std::string& what, const std::string& place);
   [[noreturn]] void fail(const std::string& what, const char* file, int line);
+
+  /// Reports a conflict of the running fiber with another thread of the block, but only at the next barrier: whether all
+  /// threads come to it may be the reason.
+  void fail_at_barrier(const std::string& what, const std::string& place);
+  bool has_conflict() const { return !conflict_.what.empty(); }
+  /// To be called at every access: a thread that waits for what it cannot see would never come to a barrier.
+  void count_access_after_conflict() {
+    if (has_conflict() && ++conflict_.accesses > kMaxAccessesAfterConflict) fail_now();
+  }
 
   /// Ends the launch here if it has run longer than it may. `place` as for fail.
   bool overdue() const { return launch->overdue.load(std::memory_order_relaxed); }
@@ -143,6 +174,11 @@ class Worker {
   void report_fault();
   void report_overdue(const Fiber& thread, const std::string& place);
 
+  std::string early_returns() const;
+  void report_conflict(const std::string& besides = "");
+  [[noreturn]] void fail_now();
+  std::string in_kernel(const uint3& thread) const;
+
   void switch_from(Fiber& me);
   [[noreturn]] void abandon(Fiber& me);
   void release_barrier();
@@ -168,6 +204,13 @@ class Worker {
   unsigned ready_head_ = 0, ready_count_ = 0;
   unsigned alive_ = 0;
   bool block_failed_ = false;
+
+  static constexpr unsigned kMaxAccessesAfterConflict = 1 << 20;
+  struct {
+    std::string what, place;  // "": none yet
+    uint3 thread{};
+    unsigned accesses = 0;  // of the block since then
+  } conflict_;
   uint64_t random_state_ = 1;
 
   struct {
@@ -180,6 +223,9 @@ class Worker {
     unsigned arrived = 0, votes = 0;
   } released_;
 };
+
+/// The place of what a thread does, like show_place() but with the calls that lead there.
+std::string show_place(const void* return_address, const Fiber& thread);
 
 /// No block that begins from now on has a lower serial number.
 uint32_t upcoming_block_serial();

@@ -4,6 +4,8 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include "ptx.cuh"
+
 // ---- launches
 
 namespace shapes {
@@ -285,13 +287,23 @@ extern "C" cudaError_t run_big_static(float* out, int which, int dynamic, int as
 // clang-format off
 enum Mistake { FINE, DIVERGENT, DEADLOCK, OVERFLOW_STACK, WILD, DIVIDE, PAST_SHARED,
                LANE_NOT_IN_MASK, TRAP, RACE_IN_WARP, SAME_OUTPUT, PLAIN_COUNTER, HALF_SYNCWARP,
-               MEMCPY_PAST, BEFORE_TENSOR, MASKS_DIFFER, ASSERTION, GPU_ONLY };
+               MEMCPY_PAST, BEFORE_TENSOR, MASKS_DIFFER, ASSERTION, GPU_ONLY, IN_HELPER, IN_INLINED_HELPER,
+               IN_HELPERS_HELPER, IN_LAMBDA, IN_HEADER };
 // clang-format on
 
 __device__ __noinline__ float recurse(float* out, int depth) {
   volatile float local[1024];
   for (int i = 0; i < 1024; ++i) local[i] = depth;
   return depth == 0 ? local[5] : recurse(out, depth - 1) + local[depth % 1024];
+}
+
+__device__ __forceinline__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }  // @load4
+__device__ __noinline__ float read_at(const float* p, int i) {
+  return p[i];  // @read-at
+}
+template <int N>
+__device__ __noinline__ float read_past(const float* p) {
+  return read_at(p, N) + 1.0f;  // @read-past
 }
 
 __global__ void mistakes(float* out, int mistake, int n, int zero) {
@@ -334,6 +346,14 @@ __global__ void mistakes(float* out, int mistake, int n, int zero) {
   if (mistake == GPU_ONLY) cuda_on_cpu::gpu_only("wgmma.mma_async", __FILE__, __LINE__);  // @gpu-only
 #endif
   assert(mistake != ASSERTION || t < 7);  // @assertion
+  const auto store = [&](float* p, int i) {
+    p[i] = 1.0f;  // @store
+  };
+  if (mistake == IN_HELPER) mine[t] = read_at(x, t + 62);  // @in-helper
+  if (mistake == IN_INLINED_HELPER) mine[t] = load4(x + 4 * (15 + n)).x;  // @in-inlined-helper
+  if (mistake == IN_HELPERS_HELPER) mine[t] = read_past<64>(x);  // @in-helpers-helper
+  if (mistake == IN_LAMBDA && t == 63) store(x, t + n);  // @in-lambda
+  if (mistake == IN_HEADER && t == 0) cp_async<4>(x, out - 1);  // @in-header
   mine[t] = x[t];
 }
 extern "C" cudaError_t run_mistakes(float* out, int mistake, int blocks, int n, int zero,

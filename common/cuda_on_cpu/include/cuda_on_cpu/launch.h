@@ -12,6 +12,12 @@ static constexpr int warpSize = 32;
 
 namespace cuda_on_cpu {
 
+/// A kernel's return;
+inline void returned_at(const char* file, int line) {
+  current_thread->return_file = file;
+  current_thread->return_line = line;
+}
+
 /// Picks the kernel's address, if its name alone says which kernel it is. `Tag` only makes the call
 /// depend on a template parameter, so that a name which needs its arguments is not an error.
 template <class Tag, class... Parameters>

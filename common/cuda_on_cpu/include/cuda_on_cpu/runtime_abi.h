@@ -34,6 +34,8 @@ struct ThreadContext {
   uint3 index;  // threadIdx
   unsigned rank;  // index in the block, x fastest
   unsigned lane, warp;
+  const char* return_file;  // where it returned early; null: nowhere
+  int return_line;
 };
 
 struct BlockContext {
