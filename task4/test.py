@@ -85,6 +85,7 @@ ATTENTION = [
     TileCase("slices of one qkv tensor", why="rows of q, k and v are 3 hidden_dim apart", small=True, q_len=40, head_dim=32, layout="fused"),
     TileCase("transposed heads", why="(batch, heads, seq, head_dim) in memory, as Hugging Face has it", q_len=40, head_dim=64, layout="heads first"),
     TileCase("odd alignment", why="rows that start at odd addresses", small=True, q_len=40, head_dim=33, layout="odd"),
+    TileCase("odd alignment of v", why="rows of v alone start at odd addresses", q_len=40, head_dim=64, layout="odd v"),
     TileCase("different strides", why="q, k and v each have strides of their own", small=True, q_len=20, kv_len=40, head_dim=32, layout="apart"),
     TileCase("an output with gaps", why="out has strides of its own", small=True, q_len=40, head_dim=32, gaps=True),
     TileCase("past 2^31 elements on a laptop", why="offsets need 64 bits", devices=("cpu",), q_len=20, head_dim=32, layout="far"),

@@ -147,8 +147,9 @@ DECODE = [
     DecodeCase("part of a cache", why="a view of the first rows of a longer cache, with NaN behind", small=True, kv_len=40, layout="cache", head_dim=64),
     DecodeCase("different strides", why="q, k and v each have strides of their own", small=True, kv_len=40, head_dim=64, layout="apart"),
     DecodeCase("odd alignment", why="rows that start at odd addresses", small=True, kv_len=40, head_dim=64, layout="odd"),
+    DecodeCase("odd alignment of v", why="rows of v alone start at odd addresses", small=True, kv_len=40, head_dim=64, layout="odd v"),
     DecodeCase("an output with gaps", why="out has strides of its own", small=True, heads=3, kv_len=40, head_dim=64, gaps=True),
-    DecodeCase("past 2^31 elements", why="offsets need 64 bits", devices=("cpu",), kv_len=1, head_dim=64, layout="far"),
+    DecodeCase("past 2^31 elements", why="offsets need 64 bits", devices=("cpu",), kv_len=5, head_dim=64, layout="far"),
     DecodeCase("another scale", why="scale need not be 1 / sqrt(head_dim)", small=True, kv_len=40, head_dim=64, scale=0.7),
     # as many rows as in large scores, for the same reason
     DecodeCase("very negative scores", why="scores of about -700: exp of each alone is 0", batch=4, heads=16, kv_len=40, head_dim=64, opposed=9.0),

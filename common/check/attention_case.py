@@ -108,10 +108,11 @@ def lay_out(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     fused         slices of one tensor, as one projection gives them: rows of q, k and v are 3 hidden_dim apart
     heads first   ``(batch, heads, length, head_dim)`` in memory, as Hugging Face has it
     odd           rows that start at odd addresses
+    odd v         those of v alone
     cache         k and v are the first rows of longer buffers, followed by NaN
     apart         q, k and v have different strides
     expanded      the first head of k and of v stands for all: a stride of 0
-    far           rows 2^24 elements apart and sequences 2^31; q, k and v side by side, with as many heads and rows
+    far           rows 2^24 elements apart and sequences 2^31; q, k and v side by side, with as many heads
     """
     if layout == "contiguous":
         return q, k, v
@@ -121,6 +122,8 @@ def lay_out(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
         return tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
     if layout == "odd":
         return tuple(pad(t, (1, 2))[..., 1:-2] for t in (q, k, v))
+    if layout == "odd v":
+        return q, k, pad(v, (1, 2))[..., 1:-2]
     if layout == "cache":
         longer = [pad(t, (0, 0, 0, 0, 0, BEHIND)) for t in (k, v)]
         for t in longer:
@@ -135,7 +138,8 @@ def lay_out(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     if layout == "expanded":
         return q, *(t[:, :, :1].expand_as(t) for t in (k, v))
     if layout == "far":
-        batch, rows, heads, d = q.shape
+        batch, _, heads, d = q.shape
+        rows = max(q.shape[1], k.shape[1])
         store = _far_store(q, (batch - 1 << 31) + (rows << 24) + 3 * heads * d)
         starts = ((t, i * heads * d) for i, t in enumerate((q, k, v)))
         return tuple(
