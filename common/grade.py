@@ -7,6 +7,7 @@ written at the very end, whole or not at all.
 
 import argparse
 import json
+import re
 import signal
 import sys
 import tempfile
@@ -201,7 +202,17 @@ def _ending(status: int | None, said: Sequence[str]) -> str:
         return f"stopped after {STAGE_SECONDS // 60} minutes"
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
-    return next((line.strip() for line in reversed(said) if line.strip()), f"status {status}")
+    lines = [line for line in said if line.strip()]
+    if not lines:
+        return f"status {status}"
+    # A traceback ends with the error; the line before it that names a file is where it was raised.
+    places = (re.match(r'\s*File "(.+)", line (\d+)', line) for line in reversed(lines))
+    place = next(filter(None, places), None)
+    if place is None or not re.match(r"\w+(\.\w+)*(:|$)", lines[-1]):
+        return lines[-1].strip()
+    path = Path(place[1])
+    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    return f"{shown}:{place[2]}: {lines[-1].strip()}"
 
 
 def show_table(console: Console, entries: Mapping[str, Mapping[str, Any]]) -> None:
@@ -214,7 +225,7 @@ def show_table(console: Console, entries: Mapping[str, Mapping[str, Any]]) -> No
         if len(measured) > SHOWN:
             measured[SHOWN:] = [f"and {len(measured) - SHOWN} more in Results.md"]
         checks = checks_passed(entry)
-        if entry["status"] != "passed":
+        if entry["status"] not in ("passed", checks):
             checks += f", {entry['status']}"
         points = f"{entry['earned']:g} of {entry['points']:g}"
         table.add_row(stage, entry["device"], checks, points, "\n".join(measured))

@@ -79,7 +79,7 @@ def exports(source: Path) -> dict[str, Export]:
     Raises:
         TypeError: one takes something that Python cannot pass, or a launcher has no stream at the end.
     """
-    text = _COMMENT.sub(" ", source.read_text(encoding="utf-8"))
+    text = _COMMENT.sub(" ", source.read_text(encoding="utf-8", errors="replace"))
     found = {}
     for returned, name, parameters in _EXPORT.findall(text):
         given = [p for p in parameters.split(",") if p.strip()]

@@ -108,7 +108,7 @@ def lay_out(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     fused         slices of one tensor, as one projection gives them: rows of q, k and v are 3 hidden_dim apart
     heads first   ``(batch, heads, length, head_dim)`` in memory, as Hugging Face has it
     odd           rows that start at odd addresses
-    odd v         those of v alone
+    odd v         rows of v alone start at odd addresses, 4 elements more than a row apart
     cache         k and v are the first rows of longer buffers, followed by NaN
     apart         q, k and v have different strides
     expanded      the first head of k and of v stands for all: a stride of 0
@@ -123,7 +123,7 @@ def lay_out(layout: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     if layout == "odd":
         return tuple(pad(t, (1, 2))[..., 1:-2] for t in (q, k, v))
     if layout == "odd v":
-        return q, k, pad(v, (1, 2))[..., 1:-2]
+        return q, k, pad(v, (1, 3))[..., 1:-3]
     if layout == "cache":
         longer = [pad(t, (0, 0, 0, 0, 0, BEHIND)) for t in (k, v)]
         for t in longer:

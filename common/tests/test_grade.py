@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -151,7 +152,7 @@ def test_a_stage_that_crashes_hangs_or_fails_does_not_end_the_others(
     assert time.monotonic() - started < 20
     out = capsys.readouterr().out
     assert "task1 ended early: killed by SIGSEGV" in out
-    assert "task2 ended early: ModuleNotFoundError: No module named 'nowhere'" in out
+    assert re.search(r"task2 ended early: task2/test.py:\d+: ModuleNotFoundError: No module", out)
     assert "task3 ended early: stopped after" in out
     form = (checkout / "Results.md").read_text()
     assert "| task1 | crashed | not run | 0 of 2 |" in form
@@ -368,3 +369,16 @@ def test_a_kernel_that_does_not_compile_is_not_the_machines_fault(monkeypatch):
     said = []
     grade._build("task2", "cpu", said.append)
     assert said == ["task2 does not build; the errors follow with its checks"]
+
+
+@pytest.mark.parametrize(
+    ("said", "ending"),
+    [
+        ([], "status 1"),
+        (["error: no GPU here", ""], "error: no GPU here"),
+        (['  File "{root}/task2/attention.py", line 7', "    import math)", "SyntaxError: unmatched ')'"], "task2/attention.py:7: SyntaxError: unmatched ')'"),
+        (['  File "{root}/task2/test.py", line 13, in <module>', '  File "/lib/x.py", line 3, in f', "KeyError"], "/lib/x.py:3: KeyError"),
+    ],
+)  # fmt: skip
+def test_how_a_stage_ended(said: list[str], ending: str) -> None:
+    assert grade._ending(1, [line.format(root=ROOT) for line in said]) == ending
