@@ -5,7 +5,8 @@ C++ lacks two constructs; everything else that CUDA adds is a header:
 * `kernel<<<grid, block, bytes, stream>>>(arguments)` becomes a call of `cuda_on_cpu::launch`;
 * `__shared__` declarations become references into the memory of the running block.
 
-Besides, a kernel's `return;` notes where it was, for messages.
+Besides, for messages, a kernel's `return;` notes where it was, and pointers into dynamic shared memory
+give their names to what they point to.
 
 Line numbers do not change, so a compiler's message shows the student's own file and line. A header
 with kernels or shared memory is rewritten in the same way, as a file of its own.
@@ -32,6 +33,7 @@ _TOKEN = re.compile(
 )
 _CONDITION = re.compile(r"\s*#\s*(ifdef|ifndef|if|elif|else|endif)\b(.*)", re.DOTALL)
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
+_INTEGERS = ("int", "unsigned", "size_t", "int64_t", "uint32_t", "int32_t", "long")
 _GPU_INSTRUCTION = re.compile(r"\b(?:wgmma|tcgen05|mbarrier|cp\.async\.bulk|[a-z]\w*)\.[\w.:]+")
 
 
@@ -71,6 +73,10 @@ class _File:
         self.scopes: list[str] = []  # of each open brace: "namespace", "class" or "function"
         self.bodies: list[str] = []  # of each open brace: in a "kernel", in a "lambda", or ""
         self.statement: list[str] = []  # words since the last ; { or }
+        self.dynamic: dict[
+            str, int
+        ] = {}  # dynamic shared arrays and pointers into them, and how deep each is declared
+        self.integers: list[tuple[int, str]] = []  # names of integers in scope, and how deep
         self.shared_depths: list[int] = []  # how deep each __shared__ variable in scope is declared
 
     def error(self, line: int, message: str) -> RewriteError:
@@ -99,6 +105,7 @@ class _File:
                     self._check_assembly(i)
                 elif token.text == "[":
                     self._check_capture(i)
+                parts = self._parts(i) if token.text == ";" else ""
                 self._track(token)
                 if token.text == "return" and self._leaves_kernel(i):
                     self.out.append("return ::cuda_on_cpu::returned_at(__FILE__, __LINE__)")
@@ -106,6 +113,8 @@ class _File:
                     continue
                 bare = token.text == "__noinline__" and tokens[self._previous(i)].text != "("
                 self.out.append("__attribute__((noinline))" if bare else token.text)
+                if parts:
+                    self.out.append(parts)
                 i += 1
         return "".join(self.out)
 
@@ -139,14 +148,20 @@ class _File:
                 body = "lambda"
             self.scopes.append(scope)
             self.bodies.append(body)
+            if scope == "function":
+                self._remember_integers()
             self.statement = []
         elif token.text == "}":
             if self.scopes:
                 self.scopes.pop()
                 self.bodies.pop()
+            self.dynamic = {n: d for n, d in self.dynamic.items() if d <= len(self.scopes)}
+            self.integers = [(d, n) for d, n in self.integers if d <= len(self.scopes)]
             self.shared_depths = [d for d in self.shared_depths if d <= len(self.scopes)]
             self.statement = []
         elif token.text == ";":
+            if not self.scopes or self.scopes[-1] != "class":
+                self._remember_integers()
             self.statement = []
         else:
             self.statement.append(token.text)
@@ -302,6 +317,7 @@ class _File:
                     )
                 pointer = f'::cuda_on_cpu::dynamic_shared<{type_name}>("{name}")'
                 parts.append(f"{type_name}* {name} = {pointer}")
+                self.dynamic[name] = len(self.scopes)
                 continue
             self.shared_depths.append(len(self.scopes))
             alias, site = f"{name}_type_", f"{name}_site_"
@@ -390,6 +406,65 @@ class _File:
         if not type_name:
             raise self.error(line, f"this __shared__ declaration has no type: {_flat(words)}")
         return type_name, variables
+
+    # ---- pointers into dynamic shared memory: messages name what they point to
+
+    def _parts(self, i: int) -> str:
+        """What follows `float* K_j = shared + n;`, whose ; is token i, or "".
+
+        In the scope of the dynamic array itself, where each pointer begins a part of it. A comment `// [B_c][D]` behind
+        gives the part's dimensions, if all names in it are integers that are in scope.
+        """
+        words, calls = self.statement, []
+        if len(self.scopes) not in self.dynamic.values() or words.count("(") != words.count(")"):
+            return ""
+        declarators, depth = [[]], 0
+        for word in words:
+            depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(word, 0)
+            if word == "," and depth == 0:
+                declarators.append([])
+            else:
+                declarators[-1].append(word)
+        if not words or not re.fullmatch(r"[A-Za-z_]\w*", words[0]) or words[0] == "return":
+            return ""
+        for number, declarator in enumerate(declarators):
+            if "=" not in declarator:
+                continue
+            equals = declarator.index("=")
+            left, right = declarator[:equals], declarator[equals + 1 :]
+            pointer = "*" in left[(1 if number == 0 else 0) : -1] or (
+                number == 0 and "auto" in left
+            )
+            if not pointer or not re.fullmatch(r"[A-Za-z_]\w*", left[-1]) or right[:1] == ["="]:
+                continue
+            if self.dynamic.keys() & set(right):
+                self.dynamic[left[-1]] = len(self.scopes)
+                dimensions = self._dimensions(i) if len(declarators) == 1 else ""
+                calls.append(f' ::cuda_on_cpu::name_part("{left[-1]}", {left[-1]}{dimensions});')
+        return "".join(calls)
+
+    def _dimensions(self, i: int) -> str:
+        comment = next(
+            (t for t in self.tokens[i + 1 :] if t.kind != "space" or "\n" in t.text), None
+        )
+        match = comment and re.match(r"//\s*((?:\[[\w\s*+-]+\]){2,3})", comment.text)
+        if not match:
+            return ""
+        known = {name for _, name in self.integers}
+        if not set(re.findall(r"[A-Za-z_]\w*", match[1])) <= known:
+            return ""
+        extents = re.findall(r"\[(.*?)\]", match[1])
+        return f", {{{', '.join(f'size_t({extent})' for extent in extents)}}}"
+
+    def _remember_integers(self) -> None:
+        """The names that the statement declares as integers: `int a`, `constexpr int A = 1, B = 2`, `<int N>`."""
+        words, declared = self.statement, False
+        for word, name, after in zip(words, words[1:], [*words[2:], ""], strict=False):
+            declared |= word in _INTEGERS
+            in_front = word in _INTEGERS or (declared and word == "," and after == "=")
+            ends = after in ("", "=", ",", ">", ")", "{")
+            if in_front and ends and re.fullmatch(r"[A-Za-z_]\w*", name):
+                self.integers.append((len(self.scopes), name))
 
     # ---- moving about
 

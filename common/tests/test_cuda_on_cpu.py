@@ -323,6 +323,16 @@ def test_a_mistake_in_a_helper_names_the_kernels_line():
         assert str(caught.value).startswith(start), str(caught.value)
 
 
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+@pytest.mark.parametrize(
+    "which, element", list(enumerate(["A[1][2]", "B[7]", "C[5]", "D_s[2][3]", "C[1]"]))
+)
+def test_parts_of_the_dynamic_shared_memory_have_names(which, element, order):
+    with using(check=True, order=order), pytest.raises(KernelError) as caught:
+        _kernels.launch("run_parts", out=torch.zeros(2), which=which)
+    assert f" race on {element} (write after write): " in str(caught.value)
+
+
 def mistake(name: str, n: int = 2, zero: int = 0, blocks: int = 2) -> torch.Tensor:
     out = torch.full((blocks, 64), math.nan)
     number = NAMES.index(name)

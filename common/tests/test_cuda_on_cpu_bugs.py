@@ -123,7 +123,7 @@ PLANTED = [
     ("FLASH_NO_BARRIER_AFTER_USE", flash, "race on K_j", "flash-load-k flash-use-k"),
     ("FLASH_EARLY_RETURN", flash, "uninitialised shared memory: reads K_j", "flash-use-k"),
     ("MMA_NO_BARRIER_AFTER_WAIT", mma, "uninitialised|race|in flight", "mma-read-q mma-read-k"),
-    ("MMA_NO_BARRIER_AFTER_USE", mma, "race on tiles.*write after read", "mma-copy"),
+    ("MMA_NO_BARRIER_AFTER_USE", mma, r"race on [KV]_j\[\d+\] .*write after read", "mma-copy"),
     ("MMA_LAST_WAIT_TOO_SHORT", mma, "in flight; cp_async_wait first", "mma-read-k"),
     ("MMA_NO_WAIT", mma, "in flight; cp_async_wait first", "mma-read-q"),
     ("DECODE_NO_BARRIER", decode, "uninitialised|race", "decode-combine"),

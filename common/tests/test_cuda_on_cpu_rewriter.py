@@ -183,3 +183,26 @@ def test_only_a_kernels_return_is_noted():
         assert body(kernel % other) == (kernel % "@").replace("return;", noted).replace("@", other)
     helper = "__device__ void f() { return; }\nstruct S { void g() { return; } };"
     assert body(helper) == helper
+
+
+PARTS = [  # statements after `extern __shared__ float s[];`, and what is called
+    ("float* K = s + n;  // [R][D]", ['"K", K, {size_t(R), size_t(D)}']),
+    ("float* K = s + n;  // [R][2 * D + 1], padded", ['"K", K, {size_t(R), size_t(2 * D + 1)}']),
+    ("float* K = s + n;  // [R][unknown]", ['"K", K']),
+    ("float* K = s + n;  // a comment", ['"K", K']),
+    ("const float *A = s, *B = A + R, c = 3.0f;  // [R][D]", ['"A", A', '"B", B']),
+    ("auto* K = reinterpret_cast<int (*)[4]>(&s[3]);", ['"K", K']),
+    ("float* K = other + n;", []),
+    ("float x = s[3], y = 2.0f * s[4];", []),
+    ("for (float* p = s; p < s + n; ++p) {}", []),
+    ("if (n) { float* p = s + n; }", []),
+    ("*p = s[3]; x[0] = y * s[1]; p = s + 1; return s == p;", []),
+]
+
+
+@pytest.mark.parametrize("statements, calls", PARTS, ids=[p[0] for p in PARTS])
+def test_pointers_into_dynamic_shared_memory_name_its_parts(statements, calls):
+    start = "template <int R> __global__ void k(int n) {\nconstexpr int E = 1, D = 4;\nextern __shared__ float s[];\n"
+    text = body(f"{start}{statements}\n}}")
+    assert re.findall(r"::cuda_on_cpu::name_part\((.*?)\);", text) == calls
+    assert re.sub(r" ::cuda_on_cpu::name_part\(.*?\);", "", text).endswith(f"\n{statements}\n}}")

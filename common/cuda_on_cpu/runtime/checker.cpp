@@ -106,7 +106,7 @@ void check_shared(Worker& worker, uintptr_t address, size_t bytes, Access access
   Conflict conflict =
       record_access(cells, bytes, access, worker.running(), pc, worker.block_serial, true, false);
   if (conflict && !worker.has_conflict()) {
-    std::string element = variable->element(offset + conflict.byte - variable->offset);
+    std::string element = worker.shared.element(*variable, offset + conflict.byte - variable->offset);
     worker.fail_at_barrier(describe(conflict, element, worker, pc), show_place(pc, worker.running()));
   }
 }
@@ -212,7 +212,7 @@ std::string show_address(const void* pointer) {
     if (!variable) return "";
     const size_t byte = offset - variable->offset;
     return format("shared memory '%s' at byte %zu (%s)", variable->declaration.name, byte,
-                  variable->element(byte).c_str());
+                  worker.shared.element(*variable, byte).c_str());
   }
   if (!worker.launch->global) return "";
   const Tensor* tensor = worker.launch->global->find(address, 1);

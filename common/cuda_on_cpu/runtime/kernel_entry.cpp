@@ -79,6 +79,10 @@ void* shared_variable(int* site, const SharedDeclaration& declaration, const cha
   return this_worker->shared_variable(number, declaration, file, line);
 }
 
+void name_shared_part(const char* name, const void* first, size_t element_bytes, const size_t* extents, size_t count) {
+  this_worker->shared.name_part(name, first, element_bytes, extents, count);
+}
+
 void name_dynamic_shared(const char* name, size_t element_bytes) {
   this_worker->shared.name_dynamic(name, element_bytes);
 }

@@ -261,18 +261,11 @@ int Worker::barrier(BarrierResult wanted, bool predicate, const char* file, int 
   Fiber& me = running();
   me.file = file;
   me.line = line;
-  if (overdue()) fail_overdue(format("%s:%d", file, line));
+  if (__builtin_expect(overdue(), 0)) fail_overdue(file, line);
   if (barrier_.arrived == 0) {
     barrier_ = {0, 0, file, line, me.rank};
   } else if (barrier_.line != line || std::strcmp(barrier_.file, file) != 0) {
-    const Fiber& first = *fibers_[barrier_.first];
-    const std::string what = format(
-        "divergent __syncthreads(): thread %s waits at %s:%d, and thread %s has come to another one, at %s:%d; one of "
-        "the two stands under a condition that not all threads meet, and every thread of the block must reach the same "
-        "barrier",
-        show(first.index).c_str(), barrier_.file, barrier_.line, show(me.index).c_str(), file, line);
-    report_conflict("\n    " + what);
-    fail(what, file, line);
+    fail_divergent(file, line);
   }
   ++barrier_.arrived;
   barrier_.votes += predicate;
@@ -381,6 +374,20 @@ void Worker::fail(cudaError_t code, const std::string& what, const std::string& 
   launch->fail(code, place + ": " + what + in_kernel(me.index));
   abandon(me);
 }
+
+void Worker::fail_divergent(const char* file, int line) {
+  const Fiber& me = running();
+  const Fiber& first = *fibers_[barrier_.first];
+  const std::string what = format(
+      "divergent __syncthreads(): thread %s waits at %s:%d, and thread %s has come to another one, at %s:%d; one of "
+      "the two stands under a condition that not all threads meet, and every thread of the block must reach the same "
+      "barrier",
+      show(first.index).c_str(), barrier_.file, barrier_.line, show(me.index).c_str(), file, line);
+  report_conflict("\n    " + what);
+  fail(what, file, line);
+}
+
+void Worker::fail_overdue(const char* file, int line) { fail_overdue(format("%s:%d", file, line)); }
 
 void Worker::fail_overdue(const std::string& place) {
   report_overdue(running(), place);

@@ -1,5 +1,6 @@
 #include "shared_memory.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -25,6 +26,7 @@ void SharedMemory::begin_block(size_t dynamic_bytes) {
     if (v.site != kDynamicSite) variable_of_site_[size_t(v.site)] = -1;
   }
   variables_.clear();
+  parts_.clear();
   static_bytes_ = 0;
   end_ = kLead;
   if (dynamic_bytes > 0) {
@@ -77,6 +79,53 @@ std::string SharedVariable::element(size_t byte) const {
     index %= inner;
   }
   return text;
+}
+
+void SharedMemory::name_part(const char* name, const void* first, size_t element_bytes, const size_t* extents,
+                             size_t count) {
+  if (variables_.empty() || variables_[0].site != kDynamicSite) return;
+  const size_t offset = this->offset(reinterpret_cast<uintptr_t>(first));
+  if (offset < kLead || offset >= variables_[0].end()) return;
+  for (SharedPart& part : parts_) {
+    if (std::strcmp(part.name, name) == 0) {
+      part.one &= part.offset == offset;
+      return;
+    }
+  }
+  parts_.push_back({name, offset, element_bytes, std::vector<size_t>(extents, extents + count), true});
+}
+
+std::string SharedMemory::element(const SharedVariable& variable, size_t byte) const {
+  const size_t offset = variable.offset + byte;
+  const SharedPart* best = nullptr;
+  size_t end = variable.end();
+  if (variable.site == kDynamicSite) {
+    for (const SharedPart& part : parts_) {
+      if (!part.one) continue;
+      if (part.offset > offset) {
+        end = std::min(end, part.offset);
+      } else if (!best || part.offset > best->offset) {  // of two at one place, the first
+        best = &part;
+      }
+    }
+  }
+  if (!best) return variable.element(byte);
+  size_t index = (offset - best->offset) / best->element_bytes, outer = 1;
+  std::string text = best->name;
+  std::vector<size_t> extents = best->extents;
+  for (size_t i = 0; i + 1 < extents.size(); ++i) outer *= extents[i];
+  if (end != variable.end() && !extents.empty() && outer > 0) {  // rows may be longer than what is in them
+    const size_t row = (end - best->offset) / best->element_bytes / outer;
+    if (row >= extents.back() && row < 2 * extents.back()) extents.back() = row;
+  }
+  for (size_t i = 1; i < extents.size(); ++i) {
+    size_t inner = 1;
+    for (size_t k = i; k < extents.size(); ++k) inner *= extents[k];
+    if (inner == 0) return text + "[" + std::to_string(index) + "]";
+    text += "[" + std::to_string(index / inner) + "]";
+    index %= inner;
+  }
+  return text + "[" + std::to_string(index) + "]";
 }
 
 const SharedVariable* SharedMemory::damaged() const {

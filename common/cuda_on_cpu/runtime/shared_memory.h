@@ -22,6 +22,14 @@ struct SharedVariable {
   std::string element(size_t byte) const;
 };
 
+/// What a pointer into dynamic shared memory names, up to the next part.
+struct SharedPart {
+  const char* name;
+  size_t offset, element_bytes;
+  std::vector<size_t> extents;  // empty: not known
+  bool one;  // false: the threads do not agree where it begins, so it is a thread's own pointer
+};
+
 /// An arena in which each variable is followed by a guard zone. Variables and guards begin as 0xff
 /// bytes: read as a number, what was never written is NaN (or -1).
 class SharedMemory {
@@ -40,6 +48,11 @@ class SharedMemory {
   void* variable(int site, const SharedDeclaration& declaration, const char* file, int line);
 
   void name_dynamic(const char* name, size_t element_bytes);
+
+  void name_part(const char* name, const void* first, size_t element_bytes, const size_t* extents, size_t count);
+
+  /// The element that holds this byte of the variable, by the name of its part if it has parts.
+  std::string element(const SharedVariable& variable, size_t byte) const;
 
   /// The variable whose guard zone the block wrote into, or null.
   const SharedVariable* damaged() const;
@@ -66,6 +79,7 @@ class SharedMemory {
 
   char* arena_;
   std::vector<SharedVariable> variables_;
+  std::vector<SharedPart> parts_;  // of the dynamic one
   std::vector<int> variable_of_site_;  // index into variables_, or -1
   size_t end_ = 0, static_bytes_ = 0;
 };

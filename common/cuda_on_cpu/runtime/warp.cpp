@@ -10,7 +10,7 @@ namespace cuda_on_cpu {
 void Worker::collective(const char* operation, WarpFunction run, unsigned mask, void* argument,
                         const char* file, int line) {
   Fiber& me = running();
-  if (overdue()) fail_overdue(format("%s:%d", file, line));
+  if (__builtin_expect(overdue(), 0)) fail_overdue(file, line);
   if (!(mask >> me.lane & 1)) {
     fail(format("%s: lane %u calls it with mask 0x%08x, which leaves lane %u out", operation,
                 me.lane, mask, me.lane),

@@ -76,8 +76,6 @@ struct Fiber : ThreadContext {
   unsigned mask = 0;
   void* argument = nullptr;
 
-  Calls calls;
-
   std::vector<AsyncCopy> copies;
   unsigned copy_group = 0;  // groups committed so far
 
@@ -85,6 +83,8 @@ struct Fiber : ThreadContext {
   // other lanes come before what it does now.
   uint32_t clock = 1;
   uint32_t seen[32] = {};
+
+  Calls calls;  // last: the fast build does not touch them
 };
 
 struct Warp {
@@ -129,6 +129,7 @@ class Worker {
   /// Ends the launch here if it has run longer than it may. `place` as for fail.
   bool overdue() const { return launch->overdue.load(std::memory_order_relaxed); }
   [[noreturn]] void fail_overdue(const std::string& place);
+  [[noreturn, gnu::cold, gnu::noinline]] void fail_overdue(const char* file, int line);
 
   /// Reports an error of the block as a whole.
   void fail_block(cudaError_t code, const std::string& what);
@@ -176,7 +177,8 @@ class Worker {
 
   std::string early_returns() const;
   void report_conflict(const std::string& besides = "");
-  [[noreturn]] void fail_now();
+  [[noreturn, gnu::cold, gnu::noinline]] void fail_now();
+  [[noreturn, gnu::cold, gnu::noinline]] void fail_divergent(const char* file, int line);
   std::string in_kernel(const uint3& thread) const;
 
   void switch_from(Fiber& me);

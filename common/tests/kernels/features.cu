@@ -361,3 +361,25 @@ extern "C" cudaError_t run_mistakes(float* out, int mistake, int blocks, int n, 
   mistakes<<<blocks, 64, 0, stream>>>(out, mistake, n, zero);
   return cudaGetLastError();
 }
+
+// ---- parts of the dynamic shared memory
+template <int ROWS>
+__global__ void parts(float* out, int which) {
+  constexpr int D = 4, PITCH = D + 1;
+  extern __shared__ float shared[];
+  float* A = shared;  // [ROWS][D], and one float more in each row
+  float *B = A + ROWS * PITCH, *C = B + 10;
+  const auto D_s = reinterpret_cast<int*>(C + 6);  // [ROWS][D]
+  float* mine = C + threadIdx.x;
+  const int t = threadIdx.x;
+  if (which == 0) A[1 * PITCH + 2] = t;
+  if (which == 1) B[7] = t;
+  if (which == 2) C[t] = C[5] = t;
+  if (which == 3) D_s[2 * D + 3] = t;
+  if (which == 4) *mine = C[1] = t;
+  out[t] = 0.0f;
+}
+extern "C" cudaError_t run_parts(float* out, int which, cudaStream_t stream) {
+  parts<3><<<1, 2, (15 + 10 + 6 + 12) * sizeof(float), stream>>>(out, which);
+  return cudaGetLastError();
+}

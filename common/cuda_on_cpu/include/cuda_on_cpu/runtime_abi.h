@@ -96,6 +96,9 @@ void* shared_variable(int* site, const SharedDeclaration& declaration, const cha
 /// Gives the dynamic shared memory the name and type that the kernel declares it with.
 void name_dynamic_shared(const char* name, size_t element_bytes);
 
+/// A part of the dynamic shared memory has a name of its own, from `first` to the next part.
+void name_shared_part(const char* name, const void* first, size_t element_bytes, const size_t* extents, size_t count);
+
 // ---- warp. Every lane in `mask` that has not returned must make the same call.
 enum class ReduceOp {
   add,
