@@ -121,7 +121,8 @@ def attention_pytorch(
 ) -> Tensor:
     """The same by ``scaled_dot_product_attention``, in q's dtype."""
     seen = visible_keys(q, k, **visible)
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    # Copies: on a GPU some of its kernels fail for rows at odd addresses.
+    q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
