@@ -10,6 +10,8 @@ inputs, and by a check: a crash of the process does not count. A complete run wr
     search = 'float m = -INFINITY;'        # has to be there; the first one is replaced
     replace = 'float m = 0.0f;'
     group = 'softmax'                      # whose checks should kill it
+
+With --reference the solutions themselves are run, as they are. They have to pass everything in every run.
 """
 
 import argparse
@@ -183,6 +185,27 @@ def examine_all(
                 raise
 
 
+def check_reference(stages: Iterable[int], device: str, runs: int, console: Console) -> bool:
+    """Whether the solutions of these stages pass all their tests in every run; a line for each stage."""
+    right = True
+    targets = ["cpu", "cpu-check"] if device == "cpu" else [device]
+    for stage in (f"task{n}" for n in stages):
+        suite = importlib.import_module(f"{stage}.test").suite
+        items = [item for target in targets for item in suite.items([target])]
+        failures = []
+        with progress(console) as bar:
+            for seed in bar.track([new_seed() for _ in range(runs)], description=stage):
+                for item in items:
+                    try:
+                        item.run(seed)
+                    except Exception as error:
+                        failures.append(failure_of(error, item, seed).text)
+        console.print(f"{stage}: {runs} runs of {len(items)} cases, {len(failures)} failures")
+        console.print("\n".join(failures[:3]), end="\n" if failures else "")
+        right = right and not failures
+    return right
+
+
 def _other_groups(outcome: Outcome) -> str:
     suite = importlib.import_module(f"{outcome.mutant.stage}.test").suite
     groups = {check.name: check.group for check in suite.checks}
@@ -227,6 +250,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     options = _parse(argv)
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    if options.reference:
+        ok = check_reference(options.stage, options.device, options.runs, console)
+        return 0 if ok else 1
     mutants = [m for m in load(options.stage) if not options.name or m.name in options.name]
     if unknown := set(options.name) - {mutant.name for mutant in mutants}:
         print(f"error: no mutant is named {', '.join(sorted(unknown))}", file=sys.stderr)
@@ -256,6 +282,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         default=list(stages),
         metavar="N",
         help="only the mutants of these (1 to 6)",
+    )
+    parser.add_argument(
+        "--reference", action="store_true", help="the solutions as they are: all have to pass"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--runs", type=int, default=RUNS, help=f"of each mutant; default: {RUNS}")

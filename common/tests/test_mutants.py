@@ -71,3 +71,9 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no mutant is named no such mutant" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         mutate.main(["--runs", "0"])
+
+
+def test_the_reference_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mutate.main(["--reference", "--stage", "1", "--runs", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "task1: 2 runs of " in out and "cases, 0 failures" in out
