@@ -2,7 +2,8 @@
 
 mutants/taskN.toml has them as data: each replaces one text of a solution. A mutant has to be killed by its stage's own
 tests, as ``python -m taskN.test`` and ``python -m taskN.test --check`` run them, in every one of several runs with new
-inputs, and by a check: a crash of the process does not count. A complete run writes mutants/README.md.
+inputs, and by a check: a crash of the process does not count. mutants/README.md gets what was found; a run of some
+mutants replaces their lines there.
 
     [[mutant]]
     name = 'maximum starts at 0'
@@ -45,6 +46,8 @@ FOLDER = Path(__file__).resolve().parent / "mutants"
 TABLE = FOLDER / "README.md"
 RUNS = 20  # with inputs of their own
 SECONDS = 600  # for one mutant
+LIMIT = 10.0  # seconds for a case
+LIVES = "LIVES"
 KILLED = ("wrong", "kernel", "not written")  # categories of a failure that a check has found
 
 
@@ -113,7 +116,7 @@ def run_tests(stage: str, group: str | None, device: str, seeds: Sequence[int]) 
 def _first_failure(items: Sequence[Item], seed: int) -> tuple[Item | None, str]:
     for item in items:
         try:
-            item.run(seed)
+            item.run(seed, LIMIT)
         except Exception as error:
             failure = failure_of(error, item, seed, rerun=False)
             if failure.category in KILLED:
@@ -213,31 +216,45 @@ def _other_groups(outcome: Outcome) -> str:
     return ", ".join(sorted(names - {outcome.mutant.group}))
 
 
-def table(outcomes: Sequence[Outcome], device: str, runs: int) -> str:
-    """mutants/README.md."""
-    killed = sum(outcome.killed for outcome in outcomes)
-    run = provenance(("common/staff/mutants/*.toml",), device=device, seed=0)
+def table(outcomes: Sequence[Outcome], before: str, runs: int, device: str) -> str:
+    """mutants/README.md with these outcomes; mutants that were not run keep their lines of ``before``."""
+    rows = {
+        (outcome.mutant.stage, outcome.mutant.name): (
+            ", ".join(dict.fromkeys(outcome.killers)) if outcome.killed else LIVES
+        )
+        for outcome in outcomes
+    }
+    rows = _rows(before) | rows
+    mutants = [m for m in load() if (m.stage, m.name) in rows]
+    killed = sum(rows[m.stage, m.name] != LIVES for m in mutants)
+    latest = describe_run(provenance(("common/staff/mutants/*.toml",), device=device, seed=0))
     lines = [
         "# Wrong solutions, and what finds them",
         "",
         "Written by `python -m common.staff.mutate`. Each mutant is a solution with one mistake. The tests of its"
         " stage, which students have too, must reject it in every run, with inputs that are new in each.",
         "",
-        f"{killed} of {len(outcomes)} mutants killed, each in {runs} of {runs} runs."
-        if killed == len(outcomes)
-        else f"{killed} of {len(outcomes)} mutants killed in {runs} of {runs} runs.",
-        "",
-        describe_run(run),
+        f"{killed} of {len(mutants)} mutants killed. The latest, of {len(outcomes)} mutants in {runs} runs each:"
+        f" {latest}",
         "",
     ]
-    for stage in dict.fromkeys(outcome.mutant.stage for outcome in outcomes):
+    for stage in dict.fromkeys(mutant.stage for mutant in mutants):
         grid = Grid("", ["mutant", "file", "killed by"])
-        for outcome in outcomes:
-            if outcome.mutant.stage == stage:
-                by = ", ".join(dict.fromkeys(outcome.killers)) if outcome.killed else "LIVES"
-                grid.rows.append([outcome.mutant.name, outcome.mutant.file, by])
+        mine = (mutant for mutant in mutants if mutant.stage == stage)
+        grid.rows += ([m.name, m.file, rows[m.stage, m.name]] for m in mine)
         lines += [f"## {stage}", "", *grid.markdown()]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _rows(text: str) -> dict[tuple[str, str], str]:
+    """What a table says of each mutant, by its stage and name."""
+    rows, stage = {}, ""
+    for line in text.splitlines():
+        if line.startswith("## "):
+            stage = line[3:]
+        elif len(cells := line.split(" | ")) == 3 and stage:
+            rows[stage, cells[0].removeprefix("| ")] = cells[2].removesuffix(" |")
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -260,10 +277,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcomes = examine_all(mutants, options.device, options.runs, options.jobs, console)
     killed = sum(outcome.killed for outcome in outcomes)
     console.print(f"{killed} of {len(outcomes)} mutants killed, {options.runs} runs each")
-    if len(mutants) == len(load()) and options.device == "cpu":
-        write_atomically(TABLE, table(outcomes, options.device, options.runs))
+    if options.device == "cpu" and options.runs >= RUNS:
+        before = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""
+        write_atomically(TABLE, table(outcomes, before, options.runs, options.device))
         console.print(f"written: {TABLE.relative_to(ROOT)}")
-    elif options.name:
+    if options.name:
         for outcome in outcomes:
             console.print(f"{outcome.mutant.name}: {', '.join(dict.fromkeys(outcome.killers))}")
     return 0 if killed == len(outcomes) else 1

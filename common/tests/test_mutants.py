@@ -59,11 +59,15 @@ def test_what_becomes_of_mutants(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.count("LIVES") == 3 and "'crash' LIVES" in out
 
 
-def test_the_table() -> None:
-    killed = Outcome(MUTANTS[1], ["a-b-cpu", "a-b-cpu"], "")
-    text = mutate.table([killed, Outcome(MUTANTS[0], [], "passes")], "cpu", 2)
-    assert "| wrong | task1/attention.py | a-b-cpu |" in text
-    assert "1 of 2 mutants killed" in text and "LIVES" in text
+def test_the_table_keeps_the_lines_of_other_mutants() -> None:
+    first, second, *_ = load([1])
+    before = mutate.table([Outcome(first, ["a-b-cpu"] * 3, "")], "", 20, "cpu")
+    assert f"| {first.name} | {first.file} | a-b-cpu |" in before and "1 of 1 mutants" in before
+    after = mutate.table([Outcome(second, ["a-b-cpu"], "passes")], before, 20, "cpu")
+    assert f"| {first.name} | {first.file} | a-b-cpu |" in after and "1 of 2 mutants" in after
+    assert f"| {second.name} | {second.file} | LIVES |" in after
+    gone = after.replace(second.name, "a mutant that was removed")
+    assert "removed" not in mutate.table([], gone, 20, "cpu")
 
 
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
