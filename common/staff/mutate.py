@@ -2,7 +2,7 @@
 
 mutants/taskN.toml has them as data: each replaces one text of a solution. A mutant has to be killed by its stage's own
 tests, as ``python -m taskN.test`` and ``python -m taskN.test --check`` run them, in every one of several runs with new
-inputs, and by a check: a crash of the process does not count. mutants/README.md gets what was found; a run of some
+inputs, and by a check: a crash of the process does not count. mutants/RESULTS.md gets what was found; a run of some
 mutants replaces their lines there.
 
     [[mutant]]
@@ -43,7 +43,7 @@ from common.record.grid import Grid
 from common.staff.student_edition import tracked_files
 
 FOLDER = Path(__file__).resolve().parent / "mutants"
-TABLE = FOLDER / "README.md"
+TABLE = FOLDER / "RESULTS.md"
 RUNS = 20  # with inputs of their own
 SECONDS = 600  # for one mutant
 LIMIT = 10.0  # seconds for a case
@@ -217,7 +217,7 @@ def _other_groups(outcome: Outcome) -> str:
 
 
 def table(outcomes: Sequence[Outcome], before: str, runs: int, device: str) -> str:
-    """mutants/README.md with these outcomes; mutants that were not run keep their lines of ``before``."""
+    """mutants/RESULTS.md with these outcomes; mutants that were not run keep their lines of ``before``."""
     rows = {
         (outcome.mutant.stage, outcome.mutant.name): (
             ", ".join(dict.fromkeys(outcome.killers)) if outcome.killed else LIVES
@@ -231,6 +231,7 @@ def table(outcomes: Sequence[Outcome], before: str, runs: int, device: str) -> s
     lines = [
         "# Wrong solutions, and what finds them",
         "",
+        "<!-- mutants: table -->",
         "Written by `python -m common.staff.mutate`. Each mutant is a solution with one mistake. The tests of its"
         " stage, which students have too, must reject it in every run, with inputs that are new in each.",
         "",
@@ -243,7 +244,7 @@ def table(outcomes: Sequence[Outcome], before: str, runs: int, device: str) -> s
         mine = (mutant for mutant in mutants if mutant.stage == stage)
         grid.rows += ([m.name, m.file, rows[m.stage, m.name]] for m in mine)
         lines += [f"## {stage}", "", *grid.markdown()]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([*lines, "<!-- end: table -->"]) + "\n"
 
 
 def _rows(text: str) -> dict[tuple[str, str], str]:
