@@ -10,7 +10,8 @@ namespace cuda_on_cpu {
 constexpr int kDivisionFault = SIGFPE;
 constexpr int kInterrupt = SIGURG;  // ignored by default: one that comes too late does no harm
 
-/// While this exists, faults in fibers are caught, and kInterrupt ends them if the launch is overdue. For the launching thread, under the launch lock.
+/// While this exists, faults in fibers are caught, and kInterrupt ends them if the launch is overdue. For the launching
+/// thread, under the launch lock.
 class FaultHandlers {
  public:
   FaultHandlers();

@@ -326,7 +326,8 @@ std::string Worker::early_returns() const {
     const Fiber& one = *fibers_[i];
     unsigned j = i + 1;
     while (j < threads_ && left_early(j) && fibers_[j]->return_line == one.return_line) ++j;
-    text += j == i + 1 ? format("\n    thread %u has returned", i) : format("\n    threads %u to %u have returned", i, j - 1);
+    text += j == i + 1 ? format("\n    thread %u has returned", i)
+                       : format("\n    threads %u to %u have returned", i, j - 1);
     if (one.return_file) text += format(" at %s:%d", one.return_file, one.return_line);
     i = j;
     if (text.size() > 500) {
@@ -335,8 +336,8 @@ std::string Worker::early_returns() const {
     }
   }
   if (text.empty()) return text;
-  return text + format("\n    and the others have come to the __syncthreads() at %s:%d: a thread that returns does nothing "
-                       "more for the block, and is not waited for",
+  return text + format("\n    and the others have come to the __syncthreads() at %s:%d: a thread that returns does "
+                       "nothing more for the block, and is not waited for",
                        barrier_.file, barrier_.line);
 }
 
@@ -349,7 +350,8 @@ void Worker::fail_at_barrier(const std::string& what, const std::string& place) 
 void Worker::report_conflict(const std::string& besides) {
   if (!has_conflict()) return;
   block_failed_ = true;
-  const std::string text = conflict_.place + ": " + conflict_.what + besides + early_returns() + in_kernel(conflict_.thread);
+  const std::string text =
+      conflict_.place + ": " + conflict_.what + besides + early_returns() + in_kernel(conflict_.thread);
   conflict_.what.clear();
   launch->fail(cudaErrorLaunchFailure, text);
 }

@@ -117,8 +117,8 @@ class Worker {
   [[noreturn]] void fail(cudaError_t code, const std::string& what, const std::string& place);
   [[noreturn]] void fail(const std::string& what, const char* file, int line);
 
-  /// Reports a conflict of the running fiber with another thread of the block, but only at the next barrier: whether all
-  /// threads come to it may be the reason.
+  /// Reports a conflict of the running fiber with another thread of the block, but only at the next barrier: whether
+  /// all threads come to it may be the reason.
   void fail_at_barrier(const std::string& what, const std::string& place);
   bool has_conflict() const { return !conflict_.what.empty(); }
   /// To be called at every access: a thread that waits for what it cannot see would never come to a barrier.

@@ -1,7 +1,7 @@
 // What an editor reads before a .cu file where no CUDA is installed; .clangd names it. It is part of no build.
 //
-// clangd knows CUDA's language, but it has none of CUDA's headers. Those of common/cuda_on_cpu stand in for them. They are
-// made for a C++ compiler, so the words of the language, which are macros there, get clang's own meaning back.
+// clangd knows CUDA's language, but it has none of CUDA's headers. Those of common/cuda_on_cpu stand in for them. They
+// are made for a C++ compiler, so the words of the language, which are macros there, get clang's own meaning back.
 #pragma once
 #ifndef __CUDACC__
 
