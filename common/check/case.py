@@ -20,7 +20,7 @@ from common.record import Stage
 # because thread 0 happens to run first.
 CHECK_SETTINGS = (("forward", False), ("reverse", True), ("random", False), ("random", True))
 
-LIMIT = 30.0  # seconds for a case on the CPU; the slowest solution takes about 3
+LIMIT = 30.0  # seconds for a case on the CPU
 
 CheckFunction = Callable[["Case", torch.device, Rng], None]
 

@@ -41,10 +41,13 @@ def _launch(kernels: Kernels, name: str, arguments: Arguments, launch: Any) -> N
         copies: dict[int, _Copy] = {}
         changed = dict(arguments)
         for n, t in tensors.items():
-            if 0 < t.untyped_storage().nbytes() <= LARGEST:
-                copy = copies.setdefault(t.untyped_storage()._cdata, _Copy(t.untyped_storage()))
-                copy.names.append(n)
-                changed[n] = copy.of(t)
+            storage = t.untyped_storage()
+            if not 0 < storage.nbytes() <= LARGEST:
+                continue
+            if storage._cdata not in copies:
+                copies[storage._cdata] = _Copy(storage)
+            copies[storage._cdata].names.append(n)
+            changed[n] = copies[storage._cdata].of(t)
         launch(changed)
         problems = [problem for copy in copies.values() if (problem := copy.finish())]
     if problems:
@@ -76,13 +79,9 @@ class _Copy:
 
     def of(self, t: Tensor) -> Tensor:
         """The same tensor in the copy."""
-        offset = self._begin + t.storage_offset() * t.element_size()
+        offset = self._begin // t.element_size() + t.storage_offset()
         flat = torch.empty(0, dtype=t.dtype)
-        if self._begin % t.element_size() == 0:
-            return flat.set_(
-                self._buffer.untyped_storage(), offset // t.element_size(), t.shape, t.stride()
-            )
-        raise AssertionError("a storage begins at a multiple of the size of its elements")
+        return flat.set_(self._buffer.untyped_storage(), offset, t.shape, t.stride())
 
     def finish(self) -> str | None:
         """Copy back; what is wrong with the zones."""

@@ -4,12 +4,11 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 from common.build import builder, library
 from common.check.compare import CheckFailed
-from common.paths import ROOT
+from common.check.frames import own_line
 
 MORE = 2.0  # seconds by which it comes later than the kernels' own limit
 
@@ -30,7 +29,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         elif _is_inside(frame, library.__file__):  # its own limit ends the kernel
             signal.setitimer(signal.ITIMER_REAL, MORE)
         else:
-            raise CheckFailed(f"did not end within {seconds:g} s: it is at {_place(frame)}")
+            raise CheckFailed(f"did not end within {seconds:g} s: it is at {own_line(frame)}")
 
     before = signal.signal(signal.SIGALRM, too_long)
     signal.setitimer(signal.ITIMER_REAL, seconds + MORE)
@@ -47,13 +46,3 @@ def _is_inside(frame: FrameType | None, module: str) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _place(frame: FrameType | None) -> str:
-    """The innermost line that is in the checkout."""
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
-            return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "an unknown line"

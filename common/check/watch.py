@@ -12,8 +12,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from common.build import Arguments, Kernels, library, observing
 from common.check.compare import CheckFailed
-from common.paths import ROOT
+from common.check.frames import own_line
 
 # Operations that give memory or set it to a constant. Views compute nothing either.
 _HARMLESS = ("empty", "new_empty", "zero", "fill", "_unsafe_view", "lift_fresh", "detach")
@@ -79,10 +77,10 @@ class Watch(TorchDispatchMode):
             if isinstance(made, Tensor) and _storage(made) not in given:
                 size = made.untyped_storage().nbytes()
                 self.memory += size
-                text = f"{name} made {_shape(made)}, {size:,} bytes, at {_place()}"
+                text = f"{name} made {_shape(made)}, {size:,} bytes, at {own_line(sys._getframe())}"
                 self._largest = max(self._largest, (size, text))
         if not (function.is_view or name.strip("_").startswith(_HARMLESS)):
-            self.computed.append(f"{name} ({_place()})")
+            self.computed.append(f"{name} ({own_line(sys._getframe())})")
         return out
 
     def expect_small(self, size: int) -> None:
@@ -155,7 +153,7 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         name = getattr(function, "__name__", "")
         if "scaled_dot_product" in name or "multi_head_attention" in name:
-            self._found.append(f"{name} ({_place()})")
+            self._found.append(f"{name} ({own_line(sys._getframe())})")
         return function(*args, **(kwargs or {}))
 
 
@@ -169,17 +167,3 @@ def _shape(t: Tensor) -> str:
 
 def _list(launches: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {n} x" for name, n in launches.items()) or "nothing"
-
-
-def _place() -> str:
-    """The innermost line of the checkout that is not in this package."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_ROOT) and not name.startswith(_HERE) and "site-packages" not in name:
-            return f"{name.removeprefix(_ROOT)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "?"
-
-
-_ROOT, _HERE = f"{ROOT}/", f"{Path(__file__).parent}/"

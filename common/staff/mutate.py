@@ -25,7 +25,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -95,22 +95,23 @@ def load(stages: Iterable[int] = (1, 2, 3, 4, 5, 6)) -> list[Mutant]:
     return found
 
 
-def run_tests(stage: str, group: str | None, device: str, seeds: Sequence[int]) -> Outcome:
-    """In a checkout with a mutant: run the stage's tests with each seed until one fails."""
+def run_tests(
+    stage: str, group: str | None, device: str, seeds: Sequence[int]
+) -> tuple[list[str], str]:
+    """In a checkout with a mutant: run the stage's tests with each seed until one fails; killers and lives."""
     suite = importlib.import_module(f"{stage}.test").suite
     targets = ["cpu", "cpu-check"] if device == "cpu" else [device]
     items = [item for target in targets for item in suite.items([target])]
     items.sort(key=lambda item: item.check.group != group)
-    mutant = Mutant(stage, "", "", "", "", group)
     killers: list[str] = []
     for seed in seeds:
         killer, problem = _first_failure(items, seed)
         if killer is None:
-            return Outcome(mutant, killers, problem)
+            return killers, problem
         killers.append(killer.id)
         items.remove(killer)
         items.insert(0, killer)  # it will probably kill it again, and at once
-    return Outcome(mutant, killers, "")
+    return killers, ""
 
 
 def _first_failure(items: Sequence[Item], seed: int) -> tuple[Item | None, str]:
@@ -140,12 +141,11 @@ def examine(mutant: Mutant, checkout: Path, device: str, runs: int) -> Outcome:
         path.write_text(right, encoding="utf-8")
     if status is None:
         return Outcome(mutant, [], f"the tests took more than {SECONDS} s")
-    found = [line for line in lines if line.startswith("{")]
+    found = [line for line in lines if line.startswith("[[")]
     if status or not found:
         last = lines[-1][:160] if lines else ""
         return Outcome(mutant, [], f"the process ended with status {status}: {last}")
-    outcome = json.loads(found[-1])
-    return Outcome(mutant, outcome["killers"], outcome["lives"])
+    return Outcome(mutant, *json.loads(found[-1]))
 
 
 def examine_all(
@@ -235,7 +235,7 @@ def table(outcomes: Sequence[Outcome], before: str, runs: int, device: str) -> s
         "Written by `python -m common.staff.mutate`. Each mutant is a solution with one mistake. The tests of its"
         " stage, which students have too, must reject it in every run, with inputs that are new in each.",
         "",
-        f"{killed} of {len(mutants)} mutants killed. The latest, of {len(outcomes)} mutants in {runs} runs each:"
+        f"{killed} of {len(mutants)} mutants killed. The latest run, of {len(outcomes)} of them with {runs} seeds:"
         f" {latest}",
         "",
     ]
@@ -263,8 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--inside"]:
         stage, group, device, *seeds = argv[1:]
-        outcome = run_tests(stage, group or None, device, [int(seed) for seed in seeds])
-        print(json.dumps(asdict(outcome)))
+        print(json.dumps(run_tests(stage, group or None, device, [int(seed) for seed in seeds])))
         return 0
     options = _parse(argv)
     console = Console(highlight=False, markup=False, soft_wrap=True)
