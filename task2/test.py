@@ -184,7 +184,7 @@ ATTENTION = [
     Case("different strides", why="q, k and v each have strides of their own", small=True, batch=2, heads=2, q_len=20, kv_len=30, head_dim=16, layout="apart"),
     Case("an output with gaps", why="out has strides of its own", batch=2, heads=2, q_len=40, head_dim=16, gaps=True),
     Case("past 2^31 elements", why="offsets need 64 bits", batch=2, heads=2, q_len=20, head_dim=16, layout="far"),
-    Case("very negative scores", why="scores of about -650: exp of each alone is 0, and a mask of -100 is none", batch=1, heads=2, q_len=40, head_dim=64, opposed=9.0, causal=True),
+    Case("very negative scores", why="scores of about -650: exp of each alone is 0, and a mask of -100 is none", batch=4, heads=8, q_len=40, head_dim=64, opposed=9.0, causal=True),
     Case("course size", why="the sizes of the handout", devices=("cuda",), batch=8, heads=32, q_len=512, head_dim=128, causal=True),
 ]  # fmt: skip
 

@@ -41,6 +41,8 @@ def failure_of(error: Exception, item: Item, seed: int, *, rerun: bool = True) -
         )
     if isinstance(error, RuntimeError) and "CUDA error" in str(error):
         first = str(error).splitlines()[0]
+        if "out of memory" in first:  # a first call, on a GPU that is full of other processes' data
+            return Failure("memory", f"{head}\n{indent(f'{first}: other processes fill it{tail}')}")
         hint = (
             f"compute-sanitizer python -m {item.stage.name}.test --check --device cuda names the line;"
             f" so does python -m {item.stage.name}.test --check --device cpu, without a GPU"
