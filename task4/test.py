@@ -90,7 +90,7 @@ ATTENTION = [
     TileCase("an output with gaps", why="out has strides of its own", small=True, q_len=40, head_dim=32, gaps=True),
     TileCase("past 2^31 elements on a laptop", why="offsets need 64 bits", devices=("cpu",), q_len=20, head_dim=32, layout="far"),
     TileCase("another scale", why="scale need not be 1 / sqrt(head_dim)", small=True, q_len=20, head_dim=32, scale=0.7),
-    TileCase("very negative scores", why="scores of about -650: exp of each alone is 0, and a mask of -100 is none", q_len=40, head_dim=64, opposed=9.0, causal=True),
+    TileCase("very negative scores", why="scores of about -650: exp of each alone is 0, and a mask of -100 is none", heads=8, q_len=40, head_dim=64, opposed=9.0, magnitude=0.2, causal=True),
     TileCase("large scores", why="scores in the hundreds", q_len=64, head_dim=64, magnitude=10.0),
     TileCase("one huge key", why="the maximum jumps from tile to tile", q_len=70, head_dim=64, huge_key=65),
     TileCase("equal keys", why="every weight is 1 / kv_len", q_len=40, head_dim=64, magnitude=0.0),
