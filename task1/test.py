@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from common.check import Case, Rng, Suite, assert_close, written_out
+from common.check.attention import FLOAT16_OVERFLOWS
 from task1.attention import CustomSelfAttention
 
 suite = Suite(
@@ -235,6 +236,9 @@ def float64_attention(
     heads: int | None = None,
     scale: float | None = None,
     softmax_dim: int = -1,
+    overflow: bool = False,
+    diagonal: int = 1,
+    mask_last: bool = False,
     mixed: bool = False,
     output: bool = True,
     transposed: bool = False,
@@ -244,10 +248,13 @@ def float64_attention(
     w_q, w_k, w_v, w_o = (w.T for w in weights) if transposed else weights
     split = (heads or mha.num_heads, -1)
     q, k, v = ((x.double() @ w.T).unflatten(-1, split).transpose(1, 2) for w in (w_q, w_k, w_v))
-    S = q @ k.transpose(-1, -2) * (mha.head_dim**-0.5 if scale is None else scale)
-    if causal:
-        S = S.masked_fill(torch.ones_like(S, dtype=torch.bool).triu(1), -torch.inf)
-    o = torch.softmax(S, dim=softmax_dim) @ v  # (batch, heads, seq, head_dim)
+    S = q @ k.transpose(-1, -2)
+    if overflow:
+        S = S.where(S.abs() < FLOAT16_OVERFLOWS, S.sign() * torch.inf)
+    S = S * (mha.head_dim**-0.5 if scale is None else scale)
+    after = torch.ones_like(S, dtype=torch.bool).triu(diagonal) & causal
+    P = torch.softmax(S if mask_last else S.masked_fill(after, -torch.inf), dim=softmax_dim)
+    o = (P.masked_fill(after, 0) if mask_last else P) @ v  # (batch, heads, seq, head_dim)
     o = o.reshape(x.shape) if mixed else o.transpose(1, 2).flatten(2)  # (batch, seq, hidden)
     return o @ w_o.T if output else o
 
@@ -273,7 +280,16 @@ def suspects(
         "the output projection w_o is missing": with_mistake(output=False),
         "the weights are applied transposed": with_mistake(transposed=True),
     }
-    return found | {mask: with_mistake(causal=not causal)}
+    found[mask] = with_mistake(causal=not causal)
+    if causal:
+        found["the causal mask is off by one: a token does not see itself"] = with_mistake(
+            diagonal=0
+        )
+        found["the causal mask is off by one: a token sees the next one"] = with_mistake(diagonal=2)
+        found["the mask is applied after the softmax"] = with_mistake(mask_last=True)
+    if x.dtype == torch.float16:
+        found["q k^T overflows float16: scale q first"] = with_mistake(overflow=True)
+    return found
 
 
 test_task1 = suite.pytest()

@@ -17,6 +17,7 @@ from common.check.poison import hide_
 from common.timing import Backend, sdpa
 
 LN_2 = math.log(2)
+FLOAT16_OVERFLOWS = 65520.0  # from here on a float16 is infinite
 
 
 def visible_keys(
@@ -167,6 +168,7 @@ def mistakes(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **visible: Any
 ) -> dict[str, Callable[[], Tensor]]:
     """What attention gives with a well-known mistake, by its name: suspects for ``assert_close``."""
+    usual = q.shape[-1] ** -0.5 if scale is None else scale
 
     def by(**changes: Any) -> Callable[[], Tensor]:
         return lambda: attention_float64(q, k, v, **({"scale": scale} | visible | changes))
@@ -180,6 +182,13 @@ def mistakes(
         scores, values = _scores_float64(q, k, v, scale, by_remainder=True)
         p = scores.masked_fill(~visible_keys(q, k, **visible), -torch.inf).softmax(-1)
         return (p.nan_to_num(0.0) @ values).transpose(1, 2)
+
+    def overflowing() -> Tensor:
+        raw, values = _scores_float64(q, k, v, 1.0)
+        raw = raw.where(raw.abs() < FLOAT16_OVERFLOWS, raw.sign() * torch.inf)
+        seen = visible_keys(q, k, **visible)
+        p = (usual * raw).masked_fill(~seen, -torch.inf).softmax(-1)
+        return (p.masked_fill(~seen.any(-1, keepdim=True), 0.0) @ values).transpose(1, 2)
 
     def diagonal(shift: int) -> Callable[[], Tensor]:
         def shifted() -> Tensor:
@@ -195,7 +204,6 @@ def mistakes(
 
         return shifted
 
-    usual = q.shape[-1] ** -0.5 if scale is None else scale
     found = {"the scores are not scaled": by(scale=1.0)}
     if scale is not None:
         found["scale is ignored: the scores are divided by sqrt(head_dim)"] = by(scale=None)
@@ -203,6 +211,8 @@ def mistakes(
     found["exp is taken of scores that were multiplied by log2(e), as for exp2"] = by(
         scale=usual / LN_2
     )
+    if q.dtype == torch.float16:
+        found["q k^T is kept in float16, and overflows"] = overflowing
     if k.shape[2] not in (1, q.shape[2]):
         found["query heads take kv head h % kv_heads; it should be h / (heads / kv_heads)"] = (
             heads_by_remainder

@@ -22,7 +22,14 @@ def diagnose(found: Difference, suspects: Mapping[str, Suspect]) -> list[str]:
         found: the difference.
         suspects: results of well-known mistakes by name, or functions that compute them.
     """
-    for explain in (_nothing_written, _suspect(suspects), _factor, _reordered, _row_factor):
+    for explain in (
+        _nothing_written,
+        _suspect(suspects),
+        _all_nan,
+        _factor,
+        _reordered,
+        _row_factor,
+    ):
         if line := explain(found):
             return [line]
     lines = [line for line in (_values(found), _region(found)) if line]
@@ -39,6 +46,12 @@ def _nothing_written(found: Difference) -> str | None:
             "every element is NaN, as the output was allocated: nothing was written, or all of it was"
             " computed from uninitialised memory"
         )
+    return None
+
+
+def _all_nan(found: Difference) -> str | None:
+    if not bool(found.got.isnan().all()):
+        return None
     return "every element was computed, and is NaN: inf - inf, 0 / 0, or a NaN that spread to all"
 
 

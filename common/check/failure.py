@@ -11,16 +11,21 @@ import torch
 from common.build import BuildError, KernelError
 from common.check.case import Item
 from common.check.compare import CheckFailed
+from common.check.frames import is_own
 from common.memory import NotEnoughMemory, free_memory, gib
 from common.paths import ROOT
 
 
 @dataclass(frozen=True)
 class Failure:
-    """``category``: "wrong", "not written", "build", "kernel", "memory" or "bug"; ``text`` is complete."""
+    """``category``: "wrong", "not written", "build", "kernel", "memory" or "bug"; ``text`` is complete.
+
+    ``mistake`` is the same in all cases that fail at the same line with the same error.
+    """
 
     category: str
     text: str
+    mistake: str = ""
 
 
 def failure_of(error: Exception, item: Item, seed: int, *, rerun: bool = True) -> Failure:
@@ -55,7 +60,9 @@ def failure_of(error: Exception, item: Item, seed: int, *, rerun: bool = True) -
         return Failure("wrong", f"{head}\n{indent(f'{error}{place}{tail}')}")
     # its traceback ends with the notes
     again = f"\nagain: {_again(item, seed)}"
-    return Failure("bug", f"{head}\n{indent(short_traceback(error) + again)}")
+    text = short_traceback(error)
+    mistake = f"{error!r}{_last_own_frame(error.__traceback__)}"
+    return Failure("bug", f"{head}\n{indent(text + again)}", mistake)
 
 
 def describe_out_of_memory(error: Exception, device: torch.device) -> str:
@@ -114,7 +121,7 @@ def _not_written(error: Exception, item: Item) -> str | None:
     if not isinstance(error, NotImplementedError):
         return None
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames or not frames[-1].filename.startswith(str(ROOT)):
+    if not frames or not is_own(frames[-1].filename):
         return None  # PyTorch raises it too, for operations that are not implemented
     last = frames[-1]
     if "NotImplementedError" not in linecache.getline(last.filename, last.lineno or 0):
@@ -139,18 +146,13 @@ def _source(item: Item, suffix: str) -> str:
 
 
 def _last_own_frame(tb: TracebackType | None) -> str:
-    own = [frame for frame in traceback.extract_tb(tb) if frame.filename.startswith(str(ROOT))]
+    own = [frame for frame in traceback.extract_tb(tb) if is_own(frame.filename)]
     return f"\nat {Path(own[-1].filename).relative_to(ROOT)}:{own[-1].lineno}" if own else ""
 
 
-def short_traceback(error: Exception, frames: int = 4) -> str:
-    """The last frames, without those of this package at the start."""
-    tb = error.__traceback__
-    while tb is not None and tb.tb_next is not None and _is_ours(tb):
-        tb = tb.tb_next
-    lines = traceback.format_exception(type(error), error, tb, limit=-frames)
-    return "".join(lines).strip()
-
-
-def _is_ours(tb: TracebackType) -> bool:
-    return Path(tb.tb_frame.f_code.co_filename).parent == Path(__file__).parent
+def short_traceback(error: Exception) -> str:
+    """Python's text, with the lines of the checkout only; if there are none, with the last one."""
+    text = traceback.TracebackException.from_exception(error)
+    own = [frame for frame in text.stack if is_own(frame.filename)]
+    text.stack = traceback.StackSummary.from_list(own or text.stack[-1:])
+    return "".join(text.format()).strip()

@@ -127,8 +127,12 @@ def _print_group(result: GroupResult, width: int, shown: int) -> None:
         f"  {result.name:<{width}}  {result.passed:3} of {result.total:<3} {result.seconds:6.1f} s{mark}",
         flush=True,
     )
-    texts = list(dict.fromkeys(failure.text for failure in result.failures))
-    for text in texts[:shown]:
-        print(indent(text))
-    if len(texts) > shown:
-        print(f"    and {len(texts) - shown} more (--all shows them)")
+    alike: dict[str, list[str]] = {}
+    for failure in result.failures:
+        alike.setdefault(failure.mistake or failure.text, []).append(failure.text)
+    for texts in list(alike.values())[:shown]:
+        print(indent(texts[0]))
+        if more := len(set(texts)) - 1:
+            print(f"        the same in {more} more")
+    if len(alike) > shown:
+        print(f"    and {len(alike) - shown} more (--all shows them)")

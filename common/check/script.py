@@ -139,7 +139,8 @@ def _run(suite: "Suite", options: argparse.Namespace) -> int:
         f"{suite.stage.name}: {suite.stage.title} ({options.device}, --seed {options.seed})",
         flush=True,
     )
-    if "cpu-check" in options.targets:
+    items = _items(suite, options)
+    if any(item.target == "cpu-check" for item in items):
         ways = ", ".join(
             f"{o}{' with eager copies' if eager else ''}" for o, eager in CHECK_SETTINGS
         )
@@ -148,10 +149,8 @@ def _run(suite: "Suite", options: argparse.Namespace) -> int:
             f"{also}check build, small cases, each in {len(CHECK_SETTINGS)} orders of threads: {ways}"
         )
     elif options.check:
-        print("small cases only")
-    items = _items(suite, options)
-    if options.check and not items:
-        print("no kernels here: nothing for the check build to do")
+        some = "small cases only" if items else "no kernels here: nothing for the check build to do"
+        print(some)
     groups = {name: [i for i in items if i.check.group == name] for name in options.groups}
     if options.check or options.case:
         groups = {name: found for name, found in groups.items() if found}
