@@ -37,7 +37,7 @@ grade: .venv/installed
 	@$(PY) -m common.grade $(ARGS)
 
 test: .venv/installed
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest $(PROCESSES) $(ARGS)
 
 # Also before anything is installed.
 doctor:
@@ -45,6 +45,10 @@ doctor:
 
 # BEGIN STAFF
 .PHONY: ladder format lint
+
+# The whole course's tests take long: several processes share them, but no more than a GPU has memory for.
+test: .venv/installed-dev
+PROCESSES = -n auto --maxprocesses 4 --dist worksteal
 
 CPP_FILES = $(shell find common task* -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
 

@@ -8,7 +8,7 @@ import contextlib
 import torch
 
 from common.check import Case, Suite, Watch, assert_close, strided_output
-from common.check.attention import attention_float64, attention_pytorch, mistakes
+from common.check.attention import NOT_ZERO, attention_float64, attention_pytorch, mistakes
 from common.check.attention_case import lay_out
 from task2 import attention
 
@@ -64,6 +64,7 @@ def softmax_matches_float64(case, device, rng):
         by_pytorch(x),
         axes=("batch", "row", "column")[-x.dim() :],
         suspects={
+            NOT_ZERO.format("row of nothing but -inf"): lambda: x.double().softmax(dim),
             "the sum is over the other dimension": lambda: by_pytorch(x.double(), other),
             "the division by the sum is missing": lambda: (
                 x.double() - x.double().amax(dim, True)

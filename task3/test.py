@@ -12,7 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.check import AttentionCase, Case, Rng, Suite, assert_close, written_out
-from common.check.attention import attention_float64, attention_pytorch, online_softmax_mistakes
+from common.check.attention import (
+    attention_float64,
+    attention_pytorch,
+    mistakes,
+    online_softmax_mistakes,
+)
 from task3.attention import CustomFlashAttention, flash_attention
 
 suite = Suite(
@@ -274,13 +279,12 @@ def suspects(
     q: Tensor, k: Tensor, v: Tensor, B_c: int, causal: bool
 ) -> dict[str, Callable[[], Tensor]]:
     """What comes out when one step is wrong; computed only after a failure."""
-    mask = "the causal mask is missing" if causal else "the causal mask is applied unasked"
-    return {
-        "the scale 1 / sqrt(head_dim) is missing": lambda: attention_float64(
-            q, k, v, scale=1.0, causal=causal
-        ),
-        mask: lambda: attention_float64(q, k, v, causal=not causal),
-    } | online_softmax_mistakes(q, k, v, B_c, causal=causal)
+    found = mistakes(q, k, v, causal=causal) | online_softmax_mistakes(q, k, v, B_c, causal=causal)
+    if not causal:
+        found["the causal mask is applied unasked"] = lambda: attention_float64(
+            q, k, v, causal=True
+        )
+    return found
 
 
 test_task3 = suite.pytest()

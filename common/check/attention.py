@@ -17,6 +17,7 @@ from common.check.poison import hide_
 from common.timing import Backend, sdpa
 
 LN_2 = math.log(2)
+NOT_ZERO = "a {} is not set to 0: its maximum is -inf, and -inf - -inf or 0 / 0 is NaN"
 FLOAT16_OVERFLOWS = 65520.0  # from here on a float16 is infinite
 
 
@@ -173,6 +174,10 @@ def mistakes(
     def by(**changes: Any) -> Callable[[], Tensor]:
         return lambda: attention_float64(q, k, v, **({"scale": scale} | visible | changes))
 
+    def not_zero() -> Tensor:
+        seen = visible_keys(q, k, **visible).any(-1).transpose(1, 2)[..., None]
+        return attention_float64(q, k, v, scale=scale, **visible).masked_fill(~seen, torch.nan)
+
     def mask_after_softmax() -> Tensor:
         scores, values = _scores_float64(q, k, v, scale)
         p = scores.softmax(-1).masked_fill(~visible_keys(q, k, **visible), 0.0)
@@ -204,7 +209,8 @@ def mistakes(
 
         return shifted
 
-    found = {"the scores are not scaled": by(scale=1.0)}
+    found = {NOT_ZERO.format("query that sees no key"): not_zero}
+    found["the scores are not scaled"] = by(scale=1.0)
     if scale is not None:
         found["scale is ignored: the scores are divided by sqrt(head_dim)"] = by(scale=None)
     found["exp2 is taken of scores that were not multiplied by log2(e)"] = by(scale=usual * LN_2)

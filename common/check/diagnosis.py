@@ -52,7 +52,10 @@ def _nothing_written(found: Difference) -> str | None:
 def _all_nan(found: Difference) -> str | None:
     if not bool(found.got.isnan().all()):
         return None
-    return "every element was computed, and is NaN: inf - inf, 0 / 0, or a NaN that spread to all"
+    return (
+        "every element was computed, and is NaN: inf - inf, 0 / 0, or uninitialised memory was read"
+        " (--check on the CPU names the line)"
+    )
 
 
 def _suspect(suspects: Mapping[str, Suspect]) -> Callable[[Difference], str | None]:
@@ -154,7 +157,7 @@ def _values(found: Difference) -> str | None:
     if bool(wrong.isnan().all()):
         return (
             "the wrong elements were computed, and are NaN: inf - inf or 0 / 0, or uninitialised"
-            " memory was read"
+            " memory was read (--check on the CPU names the line)"
         )
     if bool((wrong == 0).all()):
         return "the wrong elements are all 0"
@@ -239,7 +242,10 @@ def _precision(found: Difference) -> str | None:
     relative = found.error.max().item() / scale if scale else math.inf
     share = found.bad.double().mean().item()
     just_above = found.error.max().item() < 20 * found.budget
-    if relative > 0.02 or (share < 0.05 and not just_above):
+    # Where the error is largest, rounding leaves the number recognisable.
+    worst = found.error.argmax()
+    lost = bool(found.error.flatten()[worst] > 0.5 * found.truth.flatten()[worst].abs())
+    if relative > 0.02 or lost or (share < 0.05 and not just_above):
         return None
     digits = max(1, int(-math.log10(relative)))
     digits = f"{digits} digit" + ("s" if digits > 1 else "")

@@ -38,8 +38,17 @@ def failure_of(error: Exception, item: Item, seed: int, *, rerun: bool = True) -
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
     tail = f"{notes}\nagain: {_again(item, seed)}"
     if isinstance(error, CheckFailed):
-        changing = _second_run(error, item, seed) if rerun else ""
-        return Failure("wrong", f"{head}\n{indent(str(error) + changing + tail)}")
+        more = _second_run(error, item, seed) if rerun else ""
+        if (
+            not more
+            and "usually: " not in str(error)
+            and item.check.kernels
+            and item.target == "cpu"
+        ):
+            more = (
+                "\nno usual cause fits; --check watches every access to memory, and may name a line"
+            )
+        return Failure("wrong", f"{head}\n{indent(str(error) + more + tail)}")
     if isinstance(error, (torch.cuda.OutOfMemoryError, NotEnoughMemory)):
         return Failure(
             "memory", f"{head}\n{indent(describe_out_of_memory(error, item.device) + tail)}"
@@ -54,7 +63,11 @@ def failure_of(error: Exception, item: Item, seed: int, *, rerun: bool = True) -
         )
         return Failure("kernel", "\n".join([head, indent(first), indent(hint + tail)]))
     if isinstance(error, KernelError):
-        return Failure("kernel", f"{head}\n{indent(str(error).strip() + tail)}")
+        text = str(error).strip()
+        mistake = text.partition("\n")[0].partition("[")[
+            0
+        ]  # its line and what is wrong, up to an index
+        return Failure("kernel", f"{head}\n{indent(text + tail)}", mistake)
     if isinstance(error, AssertionError) and str(error):
         place = _last_own_frame(error.__traceback__)
         return Failure("wrong", f"{head}\n{indent(f'{error}{place}{tail}')}")

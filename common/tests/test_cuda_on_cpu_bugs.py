@@ -137,7 +137,7 @@ def test_a_conflict_after_an_early_return_says_so(order):
         flash(number("FLASH_EARLY_RETURN"))
     (line,) = [i for i, line in enumerate(TEXT.splitlines(), 1) if "FLASH_EARLY_RETURN &&" in line]
     _, first, second, _ = str(caught.value).splitlines()
-    assert re.fullmatch(rf"    threads 6 to 31 have returned at \S+planted_bugs\.cu:{line}", first)
+    assert re.fullmatch(rf"    threads 6 to 31 returned at \S+planted_bugs\.cu:{line}", first)
     assert re.match(
         r"    and the others have come to the __syncthreads\(\) at \S+planted_bugs.cu:\d+: ", second
     )

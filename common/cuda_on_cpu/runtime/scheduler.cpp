@@ -1,6 +1,8 @@
 // Running a block: which fiber goes next, barriers, and what to report when none can go on.
 #include <algorithm>
 #include <cstring>
+#include <utility>
+#include <vector>
 
 #include "async_copy.h"
 #include "faults.h"
@@ -310,31 +312,51 @@ std::string Worker::in_kernel(const uint3& thread) const {
                 show(block.index).c_str(), show(thread).c_str(), launch->site.file, launch->site.line);
 }
 
+/// "threads 0 to 31, 64 to 95, 128 to 159 and 32 more", of an ascending list.
+static std::string show_threads(const std::vector<unsigned>& list) {
+  constexpr int kMaxRuns = 3;
+  std::string text = list.size() == 1 ? "thread " : "threads ";
+  int runs = 0;
+  for (size_t i = 0; i < list.size();) {
+    size_t j = i + 1;
+    while (j < list.size() && list[j] == list[i] + (j - i)) ++j;
+    if (++runs > kMaxRuns) return text + format(" and %zu more", list.size() - i);
+    if (runs > 1) text += ", ";
+    text += j == i + 1 ? format("%u", list[i]) : format("%u to %u", list[i], list[j - 1]);
+    i = j;
+  }
+  return text;
+}
+
+/// A line for all threads of which `describe` says the same; "" leaves a thread out.
+template <class Describe>
+static std::string group_threads(unsigned threads, const Describe& describe) {
+  std::vector<std::pair<std::string, std::vector<unsigned>>> groups;
+  for (unsigned i = 0; i < threads; ++i) {
+    const std::string what = describe(i);
+    if (what.empty()) continue;
+    const auto is_same = [&](const auto& group) { return group.first == what; };
+    auto group = std::find_if(groups.begin(), groups.end(), is_same);
+    if (group == groups.end()) group = groups.insert(group, {what, {}});
+    group->second.push_back(i);
+  }
+  std::string text;
+  for (const auto& [what, list] : groups) text += "\n    " + show_threads(list) + what;
+  return text;
+}
+
+static std::string show_return(const Fiber& fiber) {
+  return fiber.return_file ? format(" returned at %s:%d", fiber.return_file, fiber.return_line) : " returned";
+}
+
 /// Which threads had returned when the others came to a barrier, or "". It is the reason for many a conflict: they load
 /// nothing, and are not waited for.
 std::string Worker::early_returns() const {
-  std::string text;
-  const auto left_early = [&](unsigned i) {
+  const std::string text = group_threads(threads_, [&](unsigned i) {
     const Fiber& fiber = *fibers_[i];
-    return fiber.state == Fiber::State::returned && (fiber.returned_in_phase != phase || barrier_.arrived > 0);
-  };
-  for (unsigned i = 0; i < threads_;) {
-    if (!left_early(i)) {
-      ++i;
-      continue;
-    }
-    const Fiber& one = *fibers_[i];
-    unsigned j = i + 1;
-    while (j < threads_ && left_early(j) && fibers_[j]->return_line == one.return_line) ++j;
-    text += j == i + 1 ? format("\n    thread %u has returned", i)
-                       : format("\n    threads %u to %u have returned", i, j - 1);
-    if (one.return_file) text += format(" at %s:%d", one.return_file, one.return_line);
-    i = j;
-    if (text.size() > 500) {
-      text += "\n    ...";
-      break;
-    }
-  }
+    const bool early = fiber.state == Fiber::State::returned && (fiber.returned_in_phase != phase || barrier_.arrived > 0);
+    return early ? show_return(fiber) : std::string();
+  });
   if (text.empty()) return text;
   return text + format("\n    and the others have come to the __syncthreads() at %s:%d: a thread that returns does "
                        "nothing more for the block, and is not waited for",
@@ -409,35 +431,15 @@ void Worker::fail(const std::string& what, const char* file, int line) {
   fail(cudaErrorLaunchFailure, what, format("%s:%d", file, line));
 }
 
-/// No thread can go on. Reports which ones wait where, in groups of neighbouring threads.
+/// No thread can go on. Reports which ones wait where.
 void Worker::report_deadlock() {
-  std::string text = "deadlock: no thread of the block can go on";
-  constexpr int kMaxGroups = 8;
-  int groups = 0;
-  for (unsigned i = 0; i < threads_;) {
-    const Fiber& one = *fibers_[i];
-    unsigned j = i + 1;
-    while (j < threads_ && fibers_[j]->state == one.state &&
-           (one.state == Fiber::State::returned ? fibers_[j]->return_line == one.return_line
-                                                : fibers_[j]->line == one.line)) {
-      ++j;
-    }
-    if (++groups > kMaxGroups) {
-      text += "\n    ...";
-      break;
-    }
-    text += j == i + 1 ? format("\n    thread %u", i) : format("\n    threads %u to %u", i, j - 1);
-    if (one.state == Fiber::State::returned) {
-      text += j == i + 1 ? " has returned" : " have returned";
-      if (one.return_file) text += format(" at %s:%d", one.return_file, one.return_line);
-    } else if (one.state == Fiber::State::at_barrier) {
-      text += format(" at __syncthreads(), %s:%d", one.file, one.line);
-    } else {
-      text += format(" at %s with mask 0x%08x, %s:%d", one.operation, one.mask, one.file, one.line);
-    }
-    i = j;
-  }
-  fail_block(cudaErrorLaunchFailure, text);
+  const std::string waiting = group_threads(threads_, [&](unsigned i) {
+    const Fiber& fiber = *fibers_[i];
+    if (fiber.state == Fiber::State::returned) return show_return(fiber);
+    if (fiber.state == Fiber::State::at_barrier) return format(" at __syncthreads(), %s:%d", fiber.file, fiber.line);
+    return format(" at %s with mask 0x%08x, %s:%d", fiber.operation, fiber.mask, fiber.file, fiber.line);
+  });
+  fail_block(cudaErrorLaunchFailure, "deadlock: no thread of the block can go on" + waiting);
 }
 
 void Worker::report_fault() {
