@@ -354,8 +354,8 @@ static std::string show_return(const Fiber& fiber) {
 std::string Worker::early_returns() const {
   const std::string text = group_threads(threads_, [&](unsigned i) {
     const Fiber& fiber = *fibers_[i];
-    const bool early = fiber.state == Fiber::State::returned && (fiber.returned_in_phase != phase || barrier_.arrived > 0);
-    return early ? show_return(fiber) : std::string();
+    if (fiber.state != Fiber::State::returned) return std::string();
+    return fiber.returned_in_phase != phase || barrier_.arrived > 0 ? show_return(fiber) : std::string();
   });
   if (text.empty()) return text;
   return text + format("\n    and the others have come to the __syncthreads() at %s:%d: a thread that returns does "
