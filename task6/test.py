@@ -548,9 +548,11 @@ def speed(device, record):
     def first_token(run: Callable) -> Tensor:
         return run(prompt, kv_cache, 0)[0][:, -1:].argmax(-1)  # (batch, 1)
 
-    for run in models.values():  # warm-up, and is it right?
-        tokens, _ = generate_timed(run, first_token(run), kv_cache, prompt_len, new)
+    for name, run in models.items():  # warm-up; is it right, and by which kernels?
+        with count_launches() as launches:
+            tokens, _ = generate_timed(run, first_token(run), kv_cache, prompt_len, new)
         check_greedy(model, prompt[:1], tokens[:1])
+        expect_launches(launches, layers if name == "ours" else 0, (prompt_len, *[1] * (new - 1)))
 
     functions = {name: lambda run=run: first_token(run) for name, run in models.items()}
     ttft = measure(functions, seconds=8, include_host=True)

@@ -400,6 +400,14 @@ def time_per_token(device: torch.device, record: Record) -> None:
     def run(model: ModelWithCustomAttention) -> Tensor:
         return model.generate_tokens(*model.encode([PROMPT]), new, ignore_end=True)
 
+    before = kernel_calls.copy()
+    run(models["ours"])
+    layers = models["ours"].model.config.n_layer
+    wanted = {"prefill": layers, "decode": layers * (new - 1)}
+    if (calls := dict(kernel_calls - before)) != wanted:
+        raise CheckFailed(
+            f"{new} tokens should take these kernel calls: {wanted}; they took {calls}"
+        )
     times = measure(
         {name: lambda m=m: run(m) for name, m in models.items()}, seconds=6, include_host=True
     )
