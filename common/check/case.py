@@ -103,6 +103,10 @@ class Item:
         if self.target == "cuda":
             self._run_once(seed)
             return
+        if (
+            self.check.kernels
+        ):  # PyTorch imports it at their first launch, for seconds: not within the limit
+            import torch._dynamo  # noqa: F401
         if self.target == "cpu":
             with using(limit=limit), time_limit(limit):
                 self._run_once(seed)
