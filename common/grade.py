@@ -23,6 +23,7 @@ from rich.table import Table
 
 from common import child
 from common.build import toolchain
+from common.check.hints import HintError, load
 from common.check.progress import progress
 from common.check.rng import new_seed
 from common.marked import MarkerError, write_atomically
@@ -37,6 +38,7 @@ from common.record import (
     summary,
     write_json,
 )
+from common.regions import MarkError, read, regions
 
 RESULTS = ROOT / "Results.md"
 RECORDS = ROOT / "common/records"
@@ -50,7 +52,7 @@ Show = Callable[[str], None]
 
 
 class FormError(Exception):
-    """Nothing can be graded: Results.md or a record cannot be read, or there is no compiler. The text says why."""
+    """Nothing can be graded: Results.md, a record or marks are damaged, or there is no compiler. The text says why."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminated)
     try:
         return _grade(options)
-    except (FormError, MarkerError) as error:
+    except (FormError, MarkerError, HintError) as error:
         print(f"{error}. Nothing was written; correct that and run again.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -90,6 +92,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _grade(options: argparse.Namespace) -> int:
     render(_read_results(), _read_records(), ROOT)  # errors in them before minutes of work
+    _check_marks(options.stages)
     where = torch.cuda.get_device_name() if options.device == "cuda" else "the CPU, without a GPU"
     # Without a terminal the table need not be folded at 80 columns.
     width = None if sys.stdout.isatty() else 160
@@ -136,6 +139,21 @@ def _read_records() -> dict[str, Any]:
         except json.JSONDecodeError as error:
             raise FormError(f"{path.relative_to(ROOT)} is damaged ({error})") from None
     return records
+
+
+def _check_marks(stages: Sequence[str]) -> None:
+    """What a grader cannot take out of a student's file must not earn points here."""
+    problems = []
+    for file in dict.fromkeys(piece.file for stage in stages for piece in load(stage)):
+        try:
+            regions(read(ROOT / file, file), file)
+        except MarkError as error:
+            problems.append(str(error))
+    if problems:
+        listed = "\n".join(problems)
+        raise FormError(
+            f"{listed}\nGraders read what stands between the marks: put them back (git diff shows the line)"
+        )
 
 
 def _build(stage: str, device: str, show: Show) -> None:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from common.regions import regions
 from common.staff import delivery, student_edition
 from common.staff.student_edition import (
     LEFT_OUT,
@@ -24,7 +25,6 @@ from common.staff.student_edition import (
     RestoreError,
     contents,
     cut,
-    cut_out,
     main,
     make,
     restore,
@@ -86,7 +86,14 @@ def test_every_stage_but_the_demo_has_something_to_write(edition):
 def test_no_answer_and_nothing_for_staff_is_left(files):
     assert not [file for file in files if file.startswith(LEFT_OUT)]
     for file, text in files.items():
-        assert not re.search("(BEGIN|END) (SOLUTION|STAFF)", text), file
+        assert not re.search("(BEGIN|END) STAFF", text), file
+        assert "until then:" not in text or file == "common/regions.py", file
+    for file in WITH_ANSWERS:
+        for region in regions(files[file], file):
+            size, placeholder = map(str.strip, region.lines.splitlines())
+            assert re.fullmatch(r"(#|//) about \d+ lines?: .+", size), (file, size)
+            kinds = ("// YOUR CODE HERE", "raise NotImplementedError", "return 1")
+            assert placeholder.startswith(kinds), (file, placeholder)
 
 
 def test_every_entry_of_left_out_is_there_to_be_left_out():
@@ -186,19 +193,26 @@ def test_the_demo_names_the_kernels_that_it_waits_for(results):
 
 def test_python_answers_become_not_implemented():
     source = "class A:\n    def f(self):\n        x = 1\n        # BEGIN SOLUTION\n        return x\n        # END SOLUTION\n"
-    text, answers = cut(source, "taskN/attention.py")
-    assert answers == 1
-    assert text == (
-        "class A:\n    def f(self):\n        x = 1\n"
-        '        raise NotImplementedError("A.f is not written yet")\n'
+    text, (answer,) = cut(source, "taskN/attention.py")
+    assert answer.function == "A.f" and answer.lines == "        return x\n"
+    assert text == source.replace(answer.lines, answer.placeholder)
+    assert answer.placeholder == '        raise NotImplementedError("A.f is not written yet")\n'
+
+
+def test_an_optional_answer_becomes_the_line_that_its_mark_names():
+    source = (
+        "int f() {\n  // BEGIN SOLUTION, until then: return 1;\n  return 2;\n  // END SOLUTION\n}\n"
     )
+    begin, end = "  // BEGIN SOLUTION\n", "  // END SOLUTION\n"
+    assert cut(source, "f.cu").text == f"int f() {{\n{begin}  return 1;\n{end}}}\n"
+    assert cut(source, "f.cu", solved=True).text == f"int f() {{\n{begin}  return 2;\n{end}}}\n"
 
 
 def test_what_is_for_staff_is_dropped_or_replaced():
     markdown = "a\n<!-- BEGIN STAFF -->\nsecret\n<!-- END STAFF -->\nb\n"
-    assert cut(markdown, "README.md") == ("a\nb\n", 0)
+    assert cut(markdown, "README.md") == ("a\nb\n", [])
     python = "if 1:\n    # BEGIN STAFF, for students: x = 1\n    x = 2\n    # END STAFF\n"
-    assert cut(python, "f.py") == ("if 1:\n    x = 1\n", 0)
+    assert cut(python, "f.py") == ("if 1:\n    x = 1\n", [])
 
 
 @pytest.mark.parametrize(
@@ -343,9 +357,7 @@ def test_solved_stages_keep_their_answers(tmp_path):
     assert not [file for file in answers if file.startswith(("task2/", "task4/"))]
     for file in ("task2/attention_kernel.cu", "task4/attention_kernel.cu"):
         text = (tmp_path / "e" / file).read_text()
-        assert "YOUR CODE HERE" not in text and "SOLUTION" not in text
-        kept = [line for line in (ROOT / file).read_text().splitlines() if "SOLUTION" not in line]
-        assert text.splitlines() == kept
+        assert text == (ROOT / file).read_text()
     assert "YOUR CODE HERE" in (tmp_path / "e/task5/attention_kernel.cu").read_text()
     assert "**Tasks 2 and 4 are already written.**" in (tmp_path / "e/README.md").read_text()
 
@@ -356,7 +368,7 @@ WITH_ANSWERS = [
     if re.match(r"task\d/", file)
     and file.endswith((".py", ".cu"))
     and not file.startswith(LEFT_OUT)
-    and cut((ROOT / file).read_text(), file)[1]
+    and cut((ROOT / file).read_text(), file).answers
 ]
 
 
@@ -380,8 +392,11 @@ def test_restoring_keeps_what_a_student_wrote(tmp_path):
     assert restore(tmp_path / "e", stages=[2]) == {file: (3, 1)}
     text = kernel.read_text()
     assert "my_own_code();" in text and text.endswith("// a note\n")
-    for answer in cut_out((ROOT / file).read_text(), file).answers[1:]:
-        assert answer.marked in text
+    written, *others = regions(text, file)
+    assert "my_own_code();" in written.lines and "YOUR CODE" not in written.lines
+    course = regions((ROOT / file).read_text(), file)
+    assert [r.lines for r in others] == [r.lines for r in course[1:]]
+    assert restore(tmp_path / "e", stages=[2]) == {file: (0, 1)} and kernel.read_text() == text
     assert "is not written yet" in (tmp_path / "e/task1/attention.py").read_text()
 
 
@@ -433,7 +448,7 @@ def test_a_zip_has_the_same_files_below_one_folder(files, tmp_path):
         assert archive.testzip() is None
         assert set(archive.namelist()) == {f"course/{file}" for file in files}
         text = archive.read("course/task2/attention_kernel.cu").decode()
-    assert "YOUR CODE HERE" in text and "SOLUTION" not in text
+    assert "YOUR CODE HERE" in text and "STAFF" not in text
     assert left_in(tmp_path / "new") == ["course.zip"]
     zips = [(tmp_path / name / "course.zip").read_bytes() for name in ("new", "again")]
     assert zips[0] == zips[1], "the same files give the same zip"
@@ -562,4 +577,4 @@ def test_the_command_says_what_it_did(tmp_path, capsys):
     assert "task2/attention_kernel.cu: 4 to write" in said and "task4: with its answers" in said
     assert said[-1] == f"13 answers cut; the student edition is in {tmp_path / 'e'}"
     main(["--restore", str(tmp_path / "e")])
-    assert f"15 answers put back into {tmp_path / 'e'}" in capsys.readouterr().out
+    assert f"13 answers put back into {tmp_path / 'e'}" in capsys.readouterr().out
