@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from common import grade
+from common.record import POINTS
 from common.regions import regions
 from common.staff import delivery, student_edition
 from common.staff.student_edition import (
@@ -183,6 +185,13 @@ def test_an_untouched_edition_earns_nothing(results):
     assert {stage: result.record["earned"] for stage, result in results.items()} == dict.fromkeys(
         STAGES, 0
     )
+
+
+def test_a_grade_finds_the_marks_of_an_edition(edition, tmp_path, monkeypatch):
+    make(tmp_path / "solved", solved=range(1, 7))
+    for root in (edition[0], tmp_path / "solved"):
+        monkeypatch.setattr(grade, "ROOT", root)
+        grade._check_marks(list(POINTS))
 
 
 def test_the_demo_names_the_kernels_that_it_waits_for(results):
@@ -398,6 +407,70 @@ def test_restoring_keeps_what_a_student_wrote(tmp_path):
     assert [r.lines for r in others] == [r.lines for r in course[1:]]
     assert restore(tmp_path / "e", stages=[2]) == {file: (0, 1)} and kernel.read_text() == text
     assert "is not written yet" in (tmp_path / "e/task1/attention.py").read_text()
+
+
+def test_restoring_keeps_what_stands_beside_the_marks(tmp_path):
+    make(tmp_path / "e", solved=[2])
+    file = "task5/attention.py"
+    ours = tmp_path / "e" / file
+    ours.write_text(ours.read_text().replace("    return 1\n", "    return 7\n") + "# a note\n")
+    kernel = tmp_path / "e/task2/attention_kernel.cu"
+    kernel.write_text(kernel.read_text() + "// a note\n")
+    done = restore(tmp_path / "e", stages=[2, 5])
+    assert done[file] == (2, 1) and done["task2/attention_kernel.cu"] == (0, 0)
+    assert "    return 7\n" in ours.read_text() and ours.read_text().endswith("# a note\n")
+    assert kernel.read_text().endswith("// a note\n")
+
+
+def test_restoring_a_checkout_with_windows_line_ends(tmp_path):
+    make(tmp_path / "e")
+    for file in WITH_ANSWERS:
+        path = tmp_path / "e" / file
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert not any(own for _, own in restore(tmp_path / "e").values())
+    for file in WITH_ANSWERS:
+        assert (tmp_path / "e" / file).read_bytes() == (ROOT / file).read_bytes(), file
+
+
+@pytest.mark.parametrize(
+    "old, new, says",
+    [
+        (b"// END SOLUTION", b"//", "BEGIN SOLUTION inside BEGIN SOLUTION"),
+        (b"// BEGIN SOLUTION", b"//", "END SOLUTION without BEGIN SOLUTION"),
+        (b"// YOUR CODE HERE", b"// \xe4", r"byte \d+, 0xe4, is not UTF-8"),
+    ],
+)
+def test_restoring_reports_broken_marks_and_writes_nothing(tmp_path, old, new, says):
+    make(tmp_path / "e")
+    kernel = tmp_path / "e/task2/attention_kernel.cu"
+    kernel.write_bytes(kernel.read_bytes().replace(old, new, 1))
+    before = {file: (tmp_path / "e" / file).read_bytes() for file in WITH_ANSWERS}
+    with pytest.raises(SystemExit) as end:
+        main(["--restore", str(tmp_path / "e")])
+    assert re.fullmatch(rf"error: task2/attention_kernel.cu:\d+: {says}.*", str(end.value))
+    assert {file: (tmp_path / "e" / file).read_bytes() for file in WITH_ANSWERS} == before
+
+
+def test_an_edition_is_not_made_from_broken_marks(tmp_path, monkeypatch):
+    def without_an_end(path, file):
+        text = path.read_text()
+        return (
+            text.replace("// END SOLUTION", "//", 1)
+            if file == "task4/attention_kernel.cu"
+            else text
+        )
+
+    monkeypatch.setattr(student_edition, "read", without_an_end)
+    with pytest.raises(SystemExit, match=r"task4/attention_kernel.cu:\d+: BEGIN SOLUTION without"):
+        main([str(tmp_path / "e")])
+    monkeypatch.setattr(
+        student_edition, "read", lambda path, file: re.sub(".*SOLUTION.*", "", path.read_text())
+    )
+    with pytest.raises(
+        SystemExit, match="task1/attention.py: CustomSelfAttention.forward has no BEGIN"
+    ):
+        main([str(tmp_path / "e")])
+    assert left_in(tmp_path) == []
 
 
 def test_restoring_needs_an_edition(tmp_path):
