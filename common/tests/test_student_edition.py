@@ -427,8 +427,13 @@ def test_restoring_a_checkout_with_windows_line_ends(tmp_path):
     for file in WITH_ANSWERS:
         path = tmp_path / "e" / file
         path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    assert not any(own for _, own in restore(tmp_path / "e").values())
-    for file in WITH_ANSWERS:
+    own = tmp_path / "e/task1/attention.py"
+    own.write_bytes(re.sub(b"raise NotImpl.*", b"return x\r", own.read_bytes()))
+    written = own.read_bytes()
+    done = restore(tmp_path / "e")
+    assert [file for file, (_, own) in done.items() if own] == ["task1/attention.py"]
+    assert own.read_bytes() == written
+    for file in WITH_ANSWERS[1:]:
         assert (tmp_path / "e" / file).read_bytes() == (ROOT / file).read_bytes(), file
 
 
