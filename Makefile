@@ -20,6 +20,10 @@ requirements = $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.t
 	lists = p["project"]["optional-dependencies"] | p["tool"]["course"]; \
 	print(*(r for name in sys.argv[1:] for r in lists[name]), sep="\n")'
 
+# Ends with a sentence where a Python cannot be started: it was removed, or is a stub that finds none.
+starts = $1 -c '' 2>/dev/null || { echo '$1 does not start. $2'; exit 1; }
+VENV_STARTS = @$(call starts,$(PY),Remove .venv and run make again.)
+
 .PHONY: help grade test doctor cuda-compiler clean
 .DELETE_ON_ERROR:
 
@@ -34,13 +38,16 @@ help:
 	@echo 'make clean    remove what was built; keeps .venv'
 
 grade: .venv/installed
+	$(VENV_STARTS)
 	@$(PY) -m common.grade $(ARGS)
 
 test: .venv/installed
+	$(VENV_STARTS)
 	@$(PY) -m pytest $(PROCESSES) $(ARGS)
 
 # Also before anything is installed.
 doctor:
+	$(if $(wildcard .venv/installed),$(VENV_STARTS),@$(call starts,$(PYTHON),Try: make doctor PYTHON=python3.12))
 	@$(if $(wildcard .venv/installed),$(PY),$(PYTHON)) -m common.doctor $(ARGS)
 
 # BEGIN STAFF
@@ -78,7 +85,7 @@ clean:
 # The stamps are written last, so an interrupted installation is resumed.
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, $(OLDEST)))' 2>/dev/null || \
-	  { echo 'Python 3.$(OLDEST) or newer is needed; $(PYTHON) is not. Try: make PYTHON=python3.12'; exit 1; }
+	  { echo 'Python 3.$(OLDEST) or newer is needed; $(PYTHON) is older or does not start. Try: make PYTHON=python3.12'; exit 1; }
 	@$(PYTHON) -m venv .venv || \
 	  { echo "Could not create .venv with $(PYTHON). On Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
 	@echo 'Installing the requirements into .venv (once; torch is large) ...'

@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from common import child
-from common.build import toolchain
+from common.build import BuildError, builder, toolchain
+from common.check.hints import HintError, load
 from common.check.progress import progress
 from common.check.rng import new_seed
 from common.marked import MarkerError, write_atomically
@@ -37,6 +38,7 @@ from common.record import (
     summary,
     write_json,
 )
+from common.regions import MarkError, read, regions
 
 RESULTS = ROOT / "Results.md"
 RECORDS = ROOT / "common/records"
@@ -50,17 +52,19 @@ Show = Callable[[str], None]
 
 
 class FormError(Exception):
-    """Nothing can be graded: Results.md or a record cannot be read, or there is no compiler. The text says why."""
+    """Nothing can be graded: Results.md, a record or marks are damaged, or there is no compiler."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Grade; returns 0 if every stage that ran has passed, 1 if not, 2 if Results.md cannot be filled in."""
+    """Grade; returns 0 if every stage that ran has passed, 1 if not, 2 if nothing can be graded or written."""
     options = _parse(argv)
     signal.signal(signal.SIGTERM, _terminated)
     try:
         return _grade(options)
-    except (FormError, MarkerError) as error:
-        print(f"{error}. Nothing was written; correct that and run again.", file=sys.stderr)
+    except (FormError, MarkerError, HintError, BuildError, OSError) as error:
+        system = isinstance(error, OSError)  # its own text begins with a number
+        said = f"{error.filename}: {error.strerror}" if system else str(error)
+        print(f"{said}. Nothing was written; correct that and run again.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted; the records and Results.md are as they were", file=sys.stderr)
@@ -90,6 +94,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _grade(options: argparse.Namespace) -> int:
     render(_read_results(), _read_records(), ROOT)  # errors in them before minutes of work
+    _check_marks(options.stages)
+    builder.check_disk()
     where = torch.cuda.get_device_name() if options.device == "cuda" else "the CPU, without a GPU"
     # Without a terminal the table need not be folded at 80 columns.
     width = None if sys.stdout.isatty() else 160
@@ -106,6 +112,7 @@ def _grade(options: argparse.Namespace) -> int:
             bar.update(task, description=stage)
             entries[stage] = _run_stage(stage, options, show)
             bar.advance(task)
+    builder.check_disk()  # once it is full, any check may have failed for that reason
     records = _read_records()
     kept = records.setdefault(options.device, {"device": options.device, "stages": {}})
     for stage, new in entries.items():
@@ -138,6 +145,21 @@ def _read_records() -> dict[str, Any]:
     return records
 
 
+def _check_marks(stages: Sequence[str]) -> None:
+    """What a grader cannot take out of a student's file must not earn points here."""
+    problems = []
+    for file in dict.fromkeys(piece.file for stage in stages for piece in load(stage, ROOT)):
+        try:
+            regions(read(ROOT / file, file), file)
+        except MarkError as error:
+            problems.append(str(error))
+    if problems:
+        listed = "\n".join(problems)
+        raise FormError(
+            f"{listed}\nGraders read what stands between the marks: put them back (git diff shows the line)"
+        )
+
+
 def _build(stage: str, device: str, show: Show) -> None:
     """Build first, so that no check waits for a compiler; a build that fails is reported by the checks."""
     if not (ROOT / stage / "compile.py").exists():
@@ -156,10 +178,11 @@ def _build(stage: str, device: str, show: Show) -> None:
 def _why_nothing_builds(device: str) -> str:
     """What this machine lacks, whatever the sources are: then good records are not replaced by bad ones."""
     try:
+        builder.check_disk()
         toolchain.cpp_compiler()
         if device == "cuda" and (gpu := toolchain.find_gpu()):
             toolchain.nvcc_for(gpu.arch, gpu.driver_cuda)
-    except toolchain.BuildError as error:
+    except BuildError as error:
         return str(error).rstrip(".")
     return ""
 

@@ -38,6 +38,7 @@ OUT, OBJECT, TREE = "{work}.out", "{work}.o", "{work}.tree"
 KEEP = 12
 YOUNG = 600
 STALE = 24 * 3600  # seconds after which the working folder of a killed build is removed
+ROOM = 16 << 20  # bytes that a build may take: mostly the compiler's temporary files
 
 CPP_FLAGS = ("-std=c++17", "-fPIC", "-pthread")
 NVCC_FLAGS = (
@@ -330,27 +331,26 @@ def make(targets: Sequence[Target], *, verbose: bool = False) -> list[Built]:
     """Build the targets that do not exist yet, with what they need, and report on all.
 
     Raises:
-        BuildError: at least one did not compile. The others are built all the same.
+        BuildError: at least one did not compile, the others are built all the same; or there is no room to build in.
     """
     wanted = list(dict.fromkeys(t for target in targets for t in (*target.needs, target)))
     missing = [target for target in wanted if not target.path.exists()]
     for target in wanted:
         if target not in missing:
             _touch(target)
-    seconds = _run(missing, verbose) if missing else {}
+    try:
+        seconds = _run(missing, verbose) if missing else {}
+    except OSError as error:
+        raise BuildError(f"cannot build in {BUILD}: {error.strerror}") from None
     return [Built(t, seconds.get(t), t.log.read_text() if t.log.exists() else "") for t in wanted]
 
 
 def _run(missing: Sequence[Target], verbose: bool) -> dict[Target, float]:
     ninja = toolchain.find_ninja()
-    try:
-        BUILD.mkdir(exist_ok=True)
-        _tidy()
-        folder = tempfile.TemporaryDirectory(prefix="work-", dir=BUILD)
-    except OSError as error:
-        raise BuildError(f"cannot build in {BUILD}: {error.strerror}") from None
-    with folder:
-        work = Path(folder.name)
+    BUILD.mkdir(exist_ok=True)
+    _tidy()
+    with tempfile.TemporaryDirectory(prefix="work-", dir=BUILD) as folder:
+        work = Path(folder)
         places = {t: str(work / str(i)) for i, t in enumerate(missing)}
         for target, place in places.items():
             _rewrite(target, place)
@@ -364,6 +364,7 @@ def _run(missing: Sequence[Target], verbose: bool) -> dict[Target, float]:
             cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         if done.returncode:
+            check_disk()  # compilers do not all say what went wrong
             said = [_words(t, place) for t, place in places.items() if not t.path.exists()]
             said = "\n".join(filter(None, said)) or f"the build stopped:\n{done.stdout.strip()}"
             raise BuildError(said)
@@ -372,6 +373,21 @@ def _run(missing: Sequence[Target], verbose: bool) -> dict[Target, float]:
         _keep_words(target, place)
         _prune(target)
     return {t: times.get(display(t.path), 0.0) for t in missing}
+
+
+def check_disk() -> None:
+    """See that there is room to build in: in this checkout, and where compilers keep their temporary files.
+
+    Raises:
+        BuildError: a disk is full, or a folder cannot be written.
+    """
+    for folder in (BUILD if BUILD.exists() else ROOT, Path(os.environ.get("TMPDIR") or "/tmp")):
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(ROOM))
+        except OSError as error:
+            reason = f"cannot write {ROOM >> 20} MB into {folder}: {error.strerror}"
+            raise BuildError(reason) from None
 
 
 def _rewrite(target: Target, place: str) -> None:

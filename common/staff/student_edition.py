@@ -3,7 +3,8 @@
 The edition is made from this checkout's own files; there is no second copy of a task.
 
 - ``LEFT_OUT`` names the files and folders that it does not get.
-- Lines between ``BEGIN SOLUTION`` and ``END SOLUTION`` become a placeholder: they are the answers.
+- Lines between ``BEGIN SOLUTION`` and ``END SOLUTION`` become a placeholder: they are the answers. The marks stay:
+  what a student writes goes between them.
 - Lines between ``BEGIN STAFF`` and ``END STAFF`` are dropped: they point at something in ``LEFT_OUT``.
 - The files below ``TEMPLATES`` are for the edition alone. They come to its root, such as its own README.md.
 
@@ -21,10 +22,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from common.check.hints import HintError, function_around, load
+from common.check.hints import HintError, load, pieces_of
 from common.marked import write_atomically
 from common.paths import ROOT
 from common.record import POINTS, render
+from common.regions import MarkError, blocks, join, read, regions, split
 from common.staff import delivery
 
 LEFT_OUT = (
@@ -55,15 +57,6 @@ SOLVED_HERE = (
     "<!-- solved stages -->\n"  # where README.md says which stages come with their answers
 )
 MARKED = (".py", ".cu", ".md", ".toml", "Makefile")  # how the names of files with marks end
-_MARK = re.compile(
-    r"^(?P<indent>\s*)(#|//|<!--)\s*(?P<edge>BEGIN|END) (?P<what>SOLUTION|STAFF)"
-    r"(, (until then|for students): (?P<instead>.+?))?\s*(-->)?\s*$"
-)
-_ALMOST = re.compile(r"^\s*(#|//|<!--) .*(BEGIN|END) (SOLUTION|STAFF)")
-
-
-class MarkError(ValueError):
-    """A mark without its partner, or an answer without a hint; with file and line."""
 
 
 class RestoreError(ValueError):
@@ -72,10 +65,9 @@ class RestoreError(ValueError):
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer: its function, the lines with their marks, those between the marks, and what replaces them."""
+    """An answer: its function, the lines between the marks, and what replaces them."""
 
     function: str
-    marked: str
     lines: str
     placeholder: str
 
@@ -87,77 +79,51 @@ class Cut(NamedTuple):
     answers: list[Answer]
 
 
-def cut(source: str, path: str) -> tuple[str, int]:
+def cut(source: str, path: str, *, solved: bool = False) -> Cut:
     """A file without its answers and without what is for staff.
 
-    In Python an answer becomes ``raise NotImplementedError("... is not written yet")``, in CUDA a comment. Where an
-    optional part must not stop the others, ``BEGIN SOLUTION, until then: return 1`` names the line instead. A line
-    above says how much is to be written, if the stage's hints do. Lines for staff are dropped, or replaced where
-    ``BEGIN STAFF, for students: return 1`` names a line. The rest of the file is unchanged.
+    Between the marks, an answer in Python becomes ``raise NotImplementedError("... is not written yet")``, in CUDA a
+    comment. Where an optional part must not stop the others, ``BEGIN SOLUTION, until then: return 1`` names the line
+    instead; the edition's mark does not show it. A line above says how much is to be written, if the stage's hints do.
+    Lines for staff are dropped, or replaced where ``BEGIN STAFF, for students: return 1`` names a line. The rest of
+    the file is unchanged.
 
-    Returns:
-        The text, and how many answers were cut out of it.
+    Args:
+        source: of the file.
+        path: its path in the checkout.
+        solved: the answers stay between the marks.
 
     Raises:
         MarkError: marks that do not pair up.
     """
-    text, answers = cut_out(source, path)
-    return text, len(answers)
-
-
-def cut_out(source: str, path: str, *, solved: bool = False) -> Cut:
-    """As :func:`cut`, with the answers themselves; ``solved``: they stay in the text, without their marks."""
-    sizes = _sizes(path)
+    sign = "#" if path.endswith(".py") else "//"
+    sizes = {piece.name: piece.size for piece in pieces_of(path)}
+    lines = split(source)
     kept: list[str] = []
-    begun: tuple[str, int] | None = None  # what is being cut, and the line on which it begins
     answers: list[Answer] = []
-    inside: list[str] = []
-    function = placeholder = ""
-    for number, line in enumerate(source.splitlines(keepends=True), start=1):
-        mark = _MARK.match(line)
-        if mark is None:
-            if _ALMOST.match(line):
-                raise MarkError(
-                    f"{path}:{number}: a mark stands alone on its line; got {line.strip()!r}"
-                )
-            (kept if begun is None else inside).append(line)
-        elif mark["edge"] == "BEGIN":
-            if begun is not None:
-                raise MarkError(
-                    f"{path}:{number}: BEGIN {mark['what']} inside BEGIN {begun[0]} (line {begun[1]})"
-                )
-            begun, inside, first = (mark["what"], number), [], line
-            placeholder = f"{mark['indent']}{mark['instead']}\n" if mark["instead"] else ""
-            if mark["what"] == "SOLUTION":
-                function = function_around(path, kept, mark["indent"])
-                placeholder = placeholder or f"{mark['indent']}{_placeholder(path, function)}\n"
-                if size := sizes.get(function):
-                    sign = "#" if path.endswith(".py") else "//"
-                    placeholder = f"{mark['indent']}{sign} {size}\n{placeholder}"
-        elif begun is None or begun[0] != mark["what"]:
-            raise MarkError(f"{path}:{number}: END {mark['what']} without BEGIN {mark['what']}")
-        else:
-            if begun[0] == "STAFF":
-                kept.append(placeholder)
-            else:
-                lines = "".join(inside)
-                answers.append(Answer(function, first + lines + line, lines, placeholder))
-                kept.append(lines if solved else placeholder)
-            begun = None
-    if begun is not None:
-        raise MarkError(f"{path}:{begun[1]}: BEGIN {begun[0]} without END {begun[0]}")
-    return Cut("".join(kept), answers)
+    at = 0  # the lines before this one are done
+    for block in blocks(lines, path, ("SOLUTION", "STAFF")):
+        kept += lines[at : block.begin - 1]
+        instead = block.instead
+        if block.word == "SOLUTION":
+            size = sizes.get(block.function)
+            placeholder = [f"{sign} {size}"] if size else []
+            placeholder.append(instead or _placeholder(path, block.function))
+            text = "".join(f"{block.indent}{line}\n" for line in placeholder)
+            answer = "".join(lines[block.begin : block.end - 1])
+            answers.append(Answer(block.function, answer, text))
+            begin = f"{block.indent}{sign} BEGIN SOLUTION\n"
+            kept += [begin, answer if solved else text, lines[block.end - 1]]
+        elif instead:
+            kept.append(f"{block.indent}{instead}\n")
+        at = block.end
+    return Cut("".join([*kept, *lines[at:]]), answers)
 
 
 def _placeholder(path: str, function: str) -> str:
     if not path.endswith(".py"):
         return "// YOUR CODE HERE"
     return f'raise NotImplementedError("{function} is not written yet")'
-
-
-def _sizes(path: str) -> dict[str, str]:
-    """By function of this file: how much is to be written, as the stage's hints say."""
-    return {piece.name: piece.size for piece in load(path.split("/")[0]) if piece.file == path}
 
 
 # The whole edition ------------------------------------------------------------------------------------
@@ -184,7 +150,7 @@ def make(
     Raises:
         FileExistsError: there is something at the destination.
         DeliveryError: it cannot be made like this: inside of this checkout, ``git`` for a zip or without git.
-        MarkError, HintError: marks that do not pair up, an answer without hints.
+        MarkError, HintError: marks that do not pair up, an answer without hints, hints without an answer.
         OSError: it cannot be written.
 
     After an error, or when interrupted, nothing is left at the destination.
@@ -200,15 +166,15 @@ def contents(
     """The files of the edition, and how many answers were cut out of each.
 
     Raises:
-        MarkError, HintError: marks that do not pair up, an answer without hints.
+        MarkError, HintError: marks that do not pair up, an answer without hints, hints without an answer.
     """
     files: dict[str, delivery.File] = {}
     answers: dict[str, int] = {}
     for file, name in _sources(ai_policy):
         data = (ROOT / file).read_bytes()
         if name.endswith(MARKED):
-            text, found = cut_out(data.decode("utf-8"), file, solved=_stage(file) in solved)
-            _check_hints(file, found)
+            text, found = cut(read(ROOT / file, file), file, solved=_stage(file) in solved)
+            regions(text, file)  # whoever takes a student's answers out has to find them
             if found and _stage(file) not in solved:
                 answers[name] = len(found)
             if name == "Results.md":
@@ -233,15 +199,6 @@ def _sources(ai_policy: bool) -> Iterator[tuple[str, str]]:
 def _stage(file: str) -> int | None:
     found = re.match(r"task(\d+)/", file)
     return int(found[1]) if found else None
-
-
-def _check_hints(file: str, answers: Sequence[Answer]) -> None:
-    sizes = _sizes(file)
-    missing = [a.function for a in answers if a.function not in sizes]
-    if missing:
-        raise MarkError(
-            f"{file}: each answer has hints; {missing[0]} has none in {file.split('/')[0]}/hints.toml"
-        )
 
 
 def _solved_sentence(solved: Collection[int]) -> str:
@@ -279,10 +236,9 @@ def tracked_files() -> list[str]:
 
 
 def restore(edition: Path, *, stages: Collection[int] | None = None) -> dict[str, tuple[int, int]]:
-    """Put the answers back into a student edition, with their marks, wherever the placeholder is still in place.
+    """Put the answers back into a student edition, wherever the placeholder is still between the marks.
 
-    A file that was not changed since it was cut becomes this checkout's file again, byte for byte. What a student has
-    written stays.
+    What a student has written stays. A file in which it is nothing becomes this checkout's file again, byte for byte.
 
     Args:
         edition: its folder.
@@ -292,49 +248,47 @@ def restore(edition: Path, *, stages: Collection[int] | None = None) -> dict[str
         By file: how many answers were put back, and how many places have something that a student wrote.
 
     Raises:
-        RestoreError: the folder lacks a file that has answers; nothing is written.
+        RestoreError: the folder lacks a file that has answers.
+        MarkError: the marks of a file are broken.
+
+    After an error, nothing is written.
     """
     if not edition.is_dir():
         raise RestoreError(f"{edition} must be the folder of a student edition; it is not a folder")
-    new: dict[str, bytes] = {}
+    new: dict[str, str] = {}
     done: dict[str, tuple[int, int]] = {}
-    for file in tracked_files():
-        if _stage(file) is None or file.startswith(LEFT_OUT) or not file.endswith((".py", ".cu")):
-            continue
-        source = (ROOT / file).read_bytes()
-        answers = cut_out(source.decode("utf-8"), file).answers
-        if not answers or (stages is not None and _stage(file) not in stages):
-            continue
-        if not (edition / file).is_file():
-            raise RestoreError(f"{edition} must be a student edition; it has no {file}")
-        now = (edition / file).read_bytes()
-        new[file], done[file] = _restored(now, source, file, answers)
-    for file, data in new.items():
-        if data != (edition / file).read_bytes():
-            write_atomically(edition / file, data.decode("utf-8"))
+    for stage in stages_with_answers() if stages is None else sorted(stages):
+        for file in dict.fromkeys(piece.file for piece in load(f"task{stage}")):
+            if not (edition / file).is_file():
+                raise RestoreError(f"{edition} must be a student edition; it has no {file}")
+            new[file], done[file] = _restored(read(edition / file, file), file)
+    for file, text in new.items():
+        if text.encode() != (edition / file).read_bytes():
+            write_atomically(edition / file, text)
     return done
 
 
-def _restored(
-    now: bytes, source: bytes, file: str, answers: Sequence[Answer]
-) -> tuple[bytes, tuple[int, int]]:
-    original = source.decode("utf-8")
-    if now == source:
-        return now, (0, 0)
-    if now in (cut_out(original, file, solved=solved).text.encode() for solved in (False, True)):
-        return source, (len(answers), 0)
-    text = now.decode("utf-8", errors="surrogateescape")
+def _restored(now: str, file: str) -> tuple[str, tuple[int, int]]:
+    source = read(ROOT / file, file)
+    if now == source:  # its marks may name a line
+        return source, (0, 0)
+    whole = cut(source, file, solved=True)
+    answers = {answer.function: answer for answer in whole.answers}
     back = own = 0
-    for answer in answers:
-        if answer.marked in text:
-            continue
-        there = next((p for p in (answer.placeholder, answer.lines) if text.count(p) == 1), None)
-        if there is None:
-            own += 1
-        else:
-            text = text.replace(there, answer.marked)
+    found = regions(now.replace("\r\n", "\n"), file)
+    for i, region in enumerate(found):
+        answer = answers[region.function]
+        if region.lines == answer.placeholder:
+            found[i] = region._replace(lines=answer.lines)
             back += 1
-    return text.encode("utf-8", errors="surrogateescape"), (back, own)
+        elif region.lines != answer.lines:
+            own += 1
+    text = join(found)
+    if text == whole.text:
+        text = source
+    elif not back:
+        text = now
+    return text, (back, own)
 
 
 # The command ------------------------------------------------------------------------------------------

@@ -385,6 +385,24 @@ def test_cxx_that_does_not_run(checkout, task):
     assert "CXX names '/nowhere/g++'" in only_error(compile_in(checkout, task, CXX="/nowhere/g++"))
 
 
+def test_a_full_disk_is_named_whatever_the_compiler_said(checkout, task):
+    broken = KERNEL.replace("int64_t i =", "int64_t i")
+    write_kernel(checkout / task, broken)
+    said = only_error(compile_in(checkout, task, TMPDIR="/nowhere"))
+    assert re.fullmatch(r"cannot write \d+ MB into /nowhere: No such file or directory\n", said)
+
+
+def test_a_disk_that_fills_up_while_a_build_is_prepared(monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(builder, "BUILD", tmp_path / "built")
+    monkeypatch.setattr(builder, "_rewrite", full)
+    with pytest.raises(BuildError, match="cannot build in .*built: No space left on device$"):
+        builder.build([write_kernel(tmp_path)], "cpu")
+    assert not list((tmp_path / "built").iterdir())
+
+
 def test_no_ninja(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert Path(toolchain.find_ninja()).is_file()  # the package's own

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from common import child, grade
+from common.check.hints import load
 from common.marked import MarkerError
 from common.paths import ROOT
 from common.record import POINTS, merge, render, sources_hash
@@ -362,6 +364,99 @@ def test_without_a_compiler_good_records_stay():
     assert "task2 does not build: the environment variable CXX names" in done.stderr
     assert "Nothing was written" in done.stderr
     assert [file.read_bytes() for file in files] == before
+
+
+@pytest.fixture
+def marked(checkout: Path) -> Path:
+    """A checkout with the files of two stages, which have answers; if these are run, they write a record."""
+    for stage in ("task1", "task2"):
+        add_stage(checkout, stage)
+        for file in {"hints.toml", *(Path(piece.file).name for piece in load(stage))}:
+            shutil.copy(ROOT / stage / file, checkout / stage)
+    return checkout
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize(
+    "old, new, says",
+    [
+        (b"  // END SOLUTION\n", b"", "BEGIN SOLUTION inside BEGIN SOLUTION (line "),
+        (b"  // BEGIN SOLUTION\n", b"", "END SOLUTION without BEGIN SOLUTION"),
+        (b"  // BEGIN SOLUTION\n", b"  // BEGIN SOLUTION: mine\n", "a mark stands alone on its line; got "),
+        (b" SOLUTION\n", b"\n", "softmax_kernel_batched has no BEGIN SOLUTION and END SOLUTION"),
+        (b" SOLUTION\n", b"\r\n", "softmax_kernel_batched has no BEGIN SOLUTION and END SOLUTION"),
+        (b"partial", b"\xff", "is not UTF-8"),
+    ],
+)  # fmt: skip
+def test_broken_marks_end_a_grade_before_anything_runs(marked, capsys, old, new, says):
+    kernel = marked / "task2/attention_kernel.cu"
+    kernel.write_bytes(kernel.read_bytes().replace(old, new, -1 if old == b" SOLUTION\n" else 1))
+    before = files_in(marked)
+    assert run("--stage", "1", "2") == 2
+    first, advice = capsys.readouterr().err.splitlines()
+    assert re.match(r"task2/attention_kernel.cu:(\d+:)? ", first) and says in first
+    assert advice.startswith("Graders read what stands between the marks: put them back (git diff ")
+    assert "Nothing was written" in advice and files_in(marked) == before
+
+
+def test_each_file_with_broken_marks_has_a_sentence(marked, capsys):
+    (marked / "task1/attention.py").unlink()
+    (marked / "task2/attention_kernel.cu").write_text("")
+    assert run("--stage", "1", "2") == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "task1/attention.py: No such file or directory"
+    assert (
+        said[1].startswith("task2/attention_kernel.cu: softmax_kernel_batched has no")
+        and len(said) == 3
+    )
+
+
+def test_marks_of_other_stages_do_not_matter(marked):
+    (marked / "task2/attention_kernel.cu").write_text("")
+    assert run("--stage", "1") == 0
+
+
+def test_the_marks_of_the_course_are_whole():
+    grade._check_marks(list(POINTS))
+
+
+def test_line_ends_of_windows_do_not_matter(marked):
+    kernel = marked / "task2/attention_kernel.cu"
+    kernel.write_bytes(kernel.read_bytes().replace(b"\n", b"\r\n"))
+    assert run("--stage", "1", "2") == 0
+
+
+def test_a_disk_that_cannot_be_written_ends_a_grade_before_anything_runs(
+    marked, capsys, monkeypatch
+):
+    before = files_in(marked)
+    monkeypatch.setenv("TMPDIR", str(marked / "gone"))
+    assert run("--stage", "1", "2") == 2
+    out, said = capsys.readouterr()
+    assert "has run" not in out
+    assert re.match(
+        r"cannot write \d+ MB into .*/gone: No such file or directory. Nothing was", said
+    )
+    assert files_in(marked) == before
+
+
+def test_results_of_a_run_that_filled_the_disk_are_not_kept(marked, capsys, monkeypatch):
+    """The record of a stage may be lacking for that reason alone."""
+    real = grade._run_stage
+
+    def run_and_fill(*arguments):
+        monkeypatch.setenv("TMPDIR", str(marked / "gone"))
+        return real(*arguments)
+
+    assert run("--stage", "1") == 0
+    before = files_in(marked)
+    monkeypatch.setattr(grade, "_run_stage", run_and_fill)
+    assert run("--stage", "1") == 2
+    assert "/gone: No such file or directory. Nothing was written" in capsys.readouterr().err
+    assert files_in(marked) == before
 
 
 def test_a_kernel_that_does_not_compile_is_not_the_machines_fault(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 from common.check import Case, hints
 from common.check.hints import LEVELS, HintError, function_around, load, show
-from common.staff.student_edition import LEFT_OUT, ROOT, Answer, cut_out, tracked_files
+from common.staff.student_edition import LEFT_OUT, ROOT, Answer, cut, tracked_files
 from common.tests.answers import make_suite, run
 
 STAGES = [f"task{n}" for n in range(1, 8)]
@@ -20,7 +20,7 @@ def answers(stage: str) -> dict[str, list[Answer]]:
     for file in tracked_files():
         ours = file.startswith(f"{stage}/") and not file.startswith(LEFT_OUT)
         if ours and file.endswith((".py", ".cu")):
-            found[file] = cut_out((ROOT / file).read_text(), file).answers
+            found[file] = cut((ROOT / file).read_text(), file).answers
     return found
 
 

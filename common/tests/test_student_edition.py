@@ -15,6 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from common import grade
+from common.record import POINTS
+from common.regions import regions
 from common.staff import delivery, student_edition
 from common.staff.student_edition import (
     LEFT_OUT,
@@ -24,7 +27,6 @@ from common.staff.student_edition import (
     RestoreError,
     contents,
     cut,
-    cut_out,
     main,
     make,
     restore,
@@ -86,7 +88,14 @@ def test_every_stage_but_the_demo_has_something_to_write(edition):
 def test_no_answer_and_nothing_for_staff_is_left(files):
     assert not [file for file in files if file.startswith(LEFT_OUT)]
     for file, text in files.items():
-        assert not re.search("(BEGIN|END) (SOLUTION|STAFF)", text), file
+        assert not re.search("(BEGIN|END) STAFF", text), file
+        assert "until then:" not in text or file == "common/regions.py", file
+    for file in WITH_ANSWERS:
+        for region in regions(files[file], file):
+            size, placeholder = map(str.strip, region.lines.splitlines())
+            assert re.fullmatch(r"(#|//) about \d+ lines?: .+", size), (file, size)
+            kinds = ("// YOUR CODE HERE", "raise NotImplementedError", "return 1")
+            assert placeholder.startswith(kinds), (file, placeholder)
 
 
 def test_every_entry_of_left_out_is_there_to_be_left_out():
@@ -178,6 +187,13 @@ def test_an_untouched_edition_earns_nothing(results):
     )
 
 
+def test_a_grade_finds_the_marks_of_an_edition(edition, tmp_path, monkeypatch):
+    make(tmp_path / "solved", solved=range(1, 7))
+    for root in (edition[0], tmp_path / "solved"):
+        monkeypatch.setattr(grade, "ROOT", root)
+        grade._check_marks(list(POINTS))
+
+
 def test_the_demo_names_the_kernels_that_it_waits_for(results):
     said = results[7].stdout
     assert "task4/attention_kernel.cu is not written yet, and GPT-2 runs on it" in said
@@ -186,19 +202,26 @@ def test_the_demo_names_the_kernels_that_it_waits_for(results):
 
 def test_python_answers_become_not_implemented():
     source = "class A:\n    def f(self):\n        x = 1\n        # BEGIN SOLUTION\n        return x\n        # END SOLUTION\n"
-    text, answers = cut(source, "taskN/attention.py")
-    assert answers == 1
-    assert text == (
-        "class A:\n    def f(self):\n        x = 1\n"
-        '        raise NotImplementedError("A.f is not written yet")\n'
+    text, (answer,) = cut(source, "taskN/attention.py")
+    assert answer.function == "A.f" and answer.lines == "        return x\n"
+    assert text == source.replace(answer.lines, answer.placeholder)
+    assert answer.placeholder == '        raise NotImplementedError("A.f is not written yet")\n'
+
+
+def test_an_optional_answer_becomes_the_line_that_its_mark_names():
+    source = (
+        "int f() {\n  // BEGIN SOLUTION, until then: return 1;\n  return 2;\n  // END SOLUTION\n}\n"
     )
+    begin, end = "  // BEGIN SOLUTION\n", "  // END SOLUTION\n"
+    assert cut(source, "f.cu").text == f"int f() {{\n{begin}  return 1;\n{end}}}\n"
+    assert cut(source, "f.cu", solved=True).text == f"int f() {{\n{begin}  return 2;\n{end}}}\n"
 
 
 def test_what_is_for_staff_is_dropped_or_replaced():
     markdown = "a\n<!-- BEGIN STAFF -->\nsecret\n<!-- END STAFF -->\nb\n"
-    assert cut(markdown, "README.md") == ("a\nb\n", 0)
+    assert cut(markdown, "README.md") == ("a\nb\n", [])
     python = "if 1:\n    # BEGIN STAFF, for students: x = 1\n    x = 2\n    # END STAFF\n"
-    assert cut(python, "f.py") == ("if 1:\n    x = 1\n", 0)
+    assert cut(python, "f.py") == ("if 1:\n    x = 1\n", [])
 
 
 @pytest.mark.parametrize(
@@ -343,9 +366,7 @@ def test_solved_stages_keep_their_answers(tmp_path):
     assert not [file for file in answers if file.startswith(("task2/", "task4/"))]
     for file in ("task2/attention_kernel.cu", "task4/attention_kernel.cu"):
         text = (tmp_path / "e" / file).read_text()
-        assert "YOUR CODE HERE" not in text and "SOLUTION" not in text
-        kept = [line for line in (ROOT / file).read_text().splitlines() if "SOLUTION" not in line]
-        assert text.splitlines() == kept
+        assert text == (ROOT / file).read_text()
     assert "YOUR CODE HERE" in (tmp_path / "e/task5/attention_kernel.cu").read_text()
     assert "**Tasks 2 and 4 are already written.**" in (tmp_path / "e/README.md").read_text()
 
@@ -356,7 +377,7 @@ WITH_ANSWERS = [
     if re.match(r"task\d/", file)
     and file.endswith((".py", ".cu"))
     and not file.startswith(LEFT_OUT)
-    and cut((ROOT / file).read_text(), file)[1]
+    and cut((ROOT / file).read_text(), file).answers
 ]
 
 
@@ -380,9 +401,81 @@ def test_restoring_keeps_what_a_student_wrote(tmp_path):
     assert restore(tmp_path / "e", stages=[2]) == {file: (3, 1)}
     text = kernel.read_text()
     assert "my_own_code();" in text and text.endswith("// a note\n")
-    for answer in cut_out((ROOT / file).read_text(), file).answers[1:]:
-        assert answer.marked in text
+    written, *others = regions(text, file)
+    assert "my_own_code();" in written.lines and "YOUR CODE" not in written.lines
+    course = regions((ROOT / file).read_text(), file)
+    assert [r.lines for r in others] == [r.lines for r in course[1:]]
+    assert restore(tmp_path / "e", stages=[2]) == {file: (0, 1)} and kernel.read_text() == text
     assert "is not written yet" in (tmp_path / "e/task1/attention.py").read_text()
+
+
+def test_restoring_keeps_what_stands_beside_the_marks(tmp_path):
+    make(tmp_path / "e", solved=[2])
+    file = "task5/attention.py"
+    ours = tmp_path / "e" / file
+    ours.write_text(ours.read_text().replace("    return 1\n", "    return 7\n") + "# a note\n")
+    kernel = tmp_path / "e/task2/attention_kernel.cu"
+    kernel.write_text(kernel.read_text() + "// a note\n")
+    done = restore(tmp_path / "e", stages=[2, 5])
+    assert done[file] == (2, 1) and done["task2/attention_kernel.cu"] == (0, 0)
+    assert "    return 7\n" in ours.read_text() and ours.read_text().endswith("# a note\n")
+    assert kernel.read_text().endswith("// a note\n")
+
+
+def test_restoring_a_checkout_with_windows_line_ends(tmp_path):
+    make(tmp_path / "e")
+    for file in WITH_ANSWERS:
+        path = tmp_path / "e" / file
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    own = tmp_path / "e/task1/attention.py"
+    own.write_bytes(re.sub(b"raise NotImpl.*", b"return x\r", own.read_bytes()))
+    written = own.read_bytes()
+    done = restore(tmp_path / "e")
+    assert [file for file, (_, own) in done.items() if own] == ["task1/attention.py"]
+    assert own.read_bytes() == written
+    for file in WITH_ANSWERS[1:]:
+        assert (tmp_path / "e" / file).read_bytes() == (ROOT / file).read_bytes(), file
+
+
+@pytest.mark.parametrize(
+    "old, new, says",
+    [
+        (b"// END SOLUTION", b"//", "BEGIN SOLUTION inside BEGIN SOLUTION"),
+        (b"// BEGIN SOLUTION", b"//", "END SOLUTION without BEGIN SOLUTION"),
+        (b"// YOUR CODE HERE", b"// \xe4", r"byte \d+, 0xe4, is not UTF-8"),
+    ],
+)
+def test_restoring_reports_broken_marks_and_writes_nothing(tmp_path, old, new, says):
+    make(tmp_path / "e")
+    kernel = tmp_path / "e/task2/attention_kernel.cu"
+    kernel.write_bytes(kernel.read_bytes().replace(old, new, 1))
+    before = {file: (tmp_path / "e" / file).read_bytes() for file in WITH_ANSWERS}
+    with pytest.raises(SystemExit) as end:
+        main(["--restore", str(tmp_path / "e")])
+    assert re.fullmatch(rf"error: task2/attention_kernel.cu:\d+: {says}.*", str(end.value))
+    assert {file: (tmp_path / "e" / file).read_bytes() for file in WITH_ANSWERS} == before
+
+
+def test_an_edition_is_not_made_from_broken_marks(tmp_path, monkeypatch):
+    def without_an_end(path, file):
+        text = path.read_text()
+        return (
+            text.replace("// END SOLUTION", "//", 1)
+            if file == "task4/attention_kernel.cu"
+            else text
+        )
+
+    monkeypatch.setattr(student_edition, "read", without_an_end)
+    with pytest.raises(SystemExit, match=r"task4/attention_kernel.cu:\d+: BEGIN SOLUTION without"):
+        main([str(tmp_path / "e")])
+    monkeypatch.setattr(
+        student_edition, "read", lambda path, file: re.sub(".*SOLUTION.*", "", path.read_text())
+    )
+    with pytest.raises(
+        SystemExit, match="task1/attention.py: CustomSelfAttention.forward has no BEGIN"
+    ):
+        main([str(tmp_path / "e")])
+    assert left_in(tmp_path) == []
 
 
 def test_restoring_needs_an_edition(tmp_path):
@@ -433,7 +526,7 @@ def test_a_zip_has_the_same_files_below_one_folder(files, tmp_path):
         assert archive.testzip() is None
         assert set(archive.namelist()) == {f"course/{file}" for file in files}
         text = archive.read("course/task2/attention_kernel.cu").decode()
-    assert "YOUR CODE HERE" in text and "SOLUTION" not in text
+    assert "YOUR CODE HERE" in text and "STAFF" not in text
     assert left_in(tmp_path / "new") == ["course.zip"]
     zips = [(tmp_path / name / "course.zip").read_bytes() for name in ("new", "again")]
     assert zips[0] == zips[1], "the same files give the same zip"
@@ -562,4 +655,4 @@ def test_the_command_says_what_it_did(tmp_path, capsys):
     assert "task2/attention_kernel.cu: 4 to write" in said and "task4: with its answers" in said
     assert said[-1] == f"13 answers cut; the student edition is in {tmp_path / 'e'}"
     main(["--restore", str(tmp_path / "e")])
-    assert f"15 answers put back into {tmp_path / 'e'}" in capsys.readouterr().out
+    assert f"13 answers put back into {tmp_path / 'e'}" in capsys.readouterr().out
