@@ -172,19 +172,17 @@ def test_kernels_still_compile(edition):
         assert built.returncode == 0, built.stderr
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_each_stage_fails_with_one_clear_sentence(results, stage):
-    result = results[stage]
-    text = result.stdout + result.stderr
-    assert result.returncode == 1, text
-    assert "Traceback" not in text, text
-    assert "not written yet" in text, text
-
-
-def test_an_untouched_edition_earns_nothing(results):
-    assert {stage: result.record["earned"] for stage, result in results.items()} == dict.fromkeys(
-        STAGES, 0
-    )
+def test_an_untouched_edition_says_so_and_earns_nothing(results):
+    # One test: the results take a minute, and processes that run tests side by side do not share them.
+    for result in results.values():
+        text = result.stdout + result.stderr
+        assert result.returncode == 1, text
+        assert "Traceback" not in text, text
+        assert "not written yet" in text, text
+        assert result.record["earned"] == 0, text
+    said = results[7].stdout
+    assert "task4/attention_kernel.cu is not written yet, and GPT-2 runs on it" in said
+    assert "task7/attention.py is not written" not in said and "as it was allocated" not in said
 
 
 def test_a_grade_finds_the_marks_of_an_edition(edition, tmp_path, monkeypatch):
@@ -192,12 +190,6 @@ def test_a_grade_finds_the_marks_of_an_edition(edition, tmp_path, monkeypatch):
     for root in (edition[0], tmp_path / "solved"):
         monkeypatch.setattr(grade, "ROOT", root)
         grade._check_marks(list(POINTS))
-
-
-def test_the_demo_names_the_kernels_that_it_waits_for(results):
-    said = results[7].stdout
-    assert "task4/attention_kernel.cu is not written yet, and GPT-2 runs on it" in said
-    assert "task7/attention.py is not written" not in said and "as it was allocated" not in said
 
 
 def test_python_answers_become_not_implemented():
