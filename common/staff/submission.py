@@ -8,7 +8,7 @@ import os
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -169,9 +169,9 @@ class _Listing:
         elif why := _unsafe(entry.name, parts):
             self.unsafe.append((shown(entry.name), why))
         elif entry.kind == FOLDER:
-            self.folders.update(accumulate(parts, "{}/{}".format))
+            self.folders.add(path)
         else:
-            self.folders.update(accumulate(parts[:-1], "{}/{}".format))
+            self.folders.update(_above(path))
             if path in self.entries:
                 self.twice.add(path)
             self.entries[path] = entry
@@ -205,7 +205,8 @@ class _Listing:
 
     def _roots(self, problems: Sequence[str]) -> list[str]:
         """The root, and up to five folders further down that look like one."""
-        roots = {dirname(folder) for folder in self.folders if basename(folder) in TASKS}
+        holders = {folder for path in self.entries for folder in _above(path)}  # not the empty ones
+        roots = {dirname(folder) for folder in holders if basename(folder) in TASKS}
         ordered = sorted(roots, key=lambda path: (_depth(path), path))
         if not ordered:
             tops = {path.split("/")[0] for path in [*self.entries, *self.folders]}
@@ -220,7 +221,7 @@ class _Listing:
 
     def _take(self, path: str, alike: set[str]) -> bytes:
         """A wanted file; ``alike`` are the paths that a file system may not tell from its path."""
-        for folder in accumulate(dirname(path).split("/"), "{}/{}".format):
+        for folder in _above(path):
             if folder in self.entries:
                 raise RefusedError(f"is missing: {shown(folder)} is {self.entries[folder].kind}")
         if others := ", ".join(shown(other) for other in sorted(alike - {path})):
@@ -249,6 +250,11 @@ def _unsafe(name: str, parts: Sequence[str]) -> str | None:
     if len(name) > MAX_PATH or len(parts) > MAX_DEPTH:
         return f"it has more than {MAX_DEPTH} folders or {MAX_PATH} characters"
     return None
+
+
+def _above(path: str) -> Iterator[str]:
+    """The folders of a path, outermost first."""
+    return accumulate(path.split("/")[:-1], "{}/{}".format)
 
 
 def _from(root: str, path: str) -> str:
