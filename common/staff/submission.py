@@ -160,7 +160,7 @@ class _Listing:
         """Once there are too many, only files that are named like wanted ones are added."""
         parts = [part for part in entry.name.split("/") if part not in ("", ".")]
         path = "/".join(parts)
-        if not parts or not SKIPPED.isdisjoint(parts):
+        if not parts or (".." not in parts and not SKIPPED.isdisjoint(parts)):
             return
         is_wanted = parts[-1].casefold() in self._names
         listed = len(self.entries) + len(self.folders) + len(self.unsafe)

@@ -121,8 +121,11 @@ def test_paths_that_are_submissions(tmp_path, monkeypatch):
 def test_a_folder_with_one_archive_is_this_archive(tmp_path):
     zipped(folder(tmp_path / "ann_12_file", {".DS_Store": b""}) / "course.zip")
     zipped(folder(tmp_path / "bob_13_file", {"note.txt": b""}) / "course.zip")
+    (tmp_path / "eve_14_file").mkdir()
+    (tmp_path / "eve_14_file/course.zip").symlink_to("../ann_12_file/course.zip")
     found = find([tmp_path]).submissions
-    assert [s.name for s in found] == ["ann_12_file", "bob_13_file"]
+    assert [s.name for s in found] == ["ann_12_file", "bob_13_file", "eve_14_file"]
+    assert error(found[2].path).endswith("it holds course.zip (a symbolic link)")
     assert read(found[0], WANTED).files == GOOD
     assert "it holds course.zip (a file), note.txt (a file)" in error(found[1].path)
 
@@ -369,11 +372,18 @@ def test_an_unreadable_folder(tmp_path, monkeypatch):
     assert contents(tmp_path).files == {KERNEL: GOOD[KERNEL]}
 
 
-@pytest.mark.parametrize("now", [b"longer than it was", b"", b"# ANSWER\n"])
-def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch, now):
+@pytest.mark.parametrize(
+    "now, time", [(b"longer than it was", 0), (b"", 0), (b"", 1), (b"# ANSWER\n", 1)]
+)
+def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch, now, time):
     folder(tmp_path)
     os.utime(tmp_path / ANSWER, (0, 0))
-    monkeypatch.setattr(archives, "_check_size", lambda _: (tmp_path / ANSWER).write_bytes(now))
+
+    def change(_):
+        (tmp_path / ANSWER).write_bytes(now)
+        os.utime(tmp_path / ANSWER, (time, time))
+
+    monkeypatch.setattr(archives, "_check_size", change)
     assert problem(tmp_path, [ANSWER]) == f"{ANSWER} is not taken: it changed while it was read"
 
 
@@ -396,8 +406,10 @@ def test_too_many_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(archives, "MAX_FOLDERS", 20)
     monkeypatch.setattr(submission, "MAX_LISTED", 20)
     folder(tmp_path, GOOD | {f"a{n:02}/x/y": b"" for n in range(40)})
+    real, visited = os.scandir, []
+    monkeypatch.setattr(os, "scandir", lambda path: visited.append(path) or real(path))
     assert problem(tmp_path) == "more than 20 files or folders: not all are listed"
-    assert contents(tmp_path).files == GOOD
+    assert len(visited) == 20 and contents(tmp_path).files == GOOD
 
 
 def test_names_that_are_no_text(tmp_path):
@@ -416,6 +428,7 @@ def test_names_that_are_no_text(tmp_path):
     "name, why",
     [
         ("../task1/attention.py", "it leads out of the submission"),
+        ("__MACOSX/../task1/attention.py", "it leads out of the submission"),
         ("task2/../task1/attention.py", "it leads out of the submission"),
         ("/task1/attention.py", "it is an absolute path"),
         ("C:task1/attention.py", "it is an absolute path"),
@@ -621,11 +634,11 @@ def test_a_bundle(repository, tmp_path, monkeypatch):
     path = bundle(repository)
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr(archives.tempfile, "tempdir", str(tmp_path / "scratch"))
-    monkeypatch.setenv("GIT_DIR", "/nowhere")
-    monkeypatch.setenv("GIT_OBJECT_DIRECTORY", "/nowhere")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("GIT_OBJECT_DIRECTORY", str(tmp_path / "elsewhere"))
     found = contents(path)
     assert (found.files, found.ignored, found.problems) == (GOOD, ["common/ü.py"], [])
-    assert not os.listdir(tmp_path / "scratch")
+    assert not os.listdir(tmp_path / "scratch") and not (tmp_path / "elsewhere").exists()
     assert find([path]).submissions == [Submission("x", path)]
 
 
@@ -779,10 +792,19 @@ def test_git_is_stopped(tmp_path, monkeypatch):
 
 
 def test_git_is_limited(tmp_path, monkeypatch):
-    said = fake_git(
-        tmp_path, monkeypatch, 'echo "$(ulimit -c) $(ulimit -t) $(ulimit -f)" >&2; exit 1'
-    )
+    script = 'echo "$(ulimit -c) $(ulimit -t) $(ulimit -f)" >&2; exit 1'
+    said = fake_git(tmp_path, monkeypatch, script)
     assert said == f"git init: 0 60 {archives.MAX_LIST >> 9}"
+
+
+def test_git_has_no_settings_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("GIT_SSH_COMMAND", "evil")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "config"))
+    script = 'shift 6; echo "$@" $(env | grep ^GIT_ | sort) >&2; exit 1'  # 6: its -c options
+    assert fake_git(tmp_path, monkeypatch, script) == (
+        "git init: init --quiet --bare --template= . GIT_ALLOW_PROTOCOL="
+        " GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_DIR=. GIT_TERMINAL_PROMPT=0"
+    )
 
 
 def test_without_git(tmp_path, monkeypatch):
