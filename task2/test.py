@@ -243,6 +243,7 @@ def layer_matches_float64(case, device, rng):
         x = rng.randn(case.batch, seq, case.hidden)
         with Watch() as did:
             got = layer(x, causal=causal)
+        did.expect_written()
         assert_close(
             got,
             by(attention_float64, x.double(), [w.double() for w in weights], causal),

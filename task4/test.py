@@ -222,6 +222,7 @@ def layer_matches_float64(case, device, rng):
             ours = [layer(x, causal=causal)]
         if device.type == "cuda":  # where a prompt may get another kernel
             ours.append(_layer_with(prefill.fast_attention, layer, x, causal))
+        did.expect_written()
         for got in ours:
             assert_close(
                 got,

@@ -16,12 +16,13 @@ from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from common.build import Arguments, Kernels, library, observing
 from common.check.compare import CheckFailed
 from common.check.frames import own_line
+from common.check.poison import is_poison
 
 # Operations that give memory or set it to a constant. Views compute nothing either.
 _HARMLESS = ("empty", "new_empty", "zero", "fill", "_unsafe_view", "lift_fresh", "detach")
@@ -45,6 +46,7 @@ class Watch(TorchDispatchMode):
         self.computed: list[str] = []
         self.idle: list[str] = []
         self.memory = 0
+        self._unwritten = False
         self._largest = (0, "")
         self._stack = ExitStack()
 
@@ -56,10 +58,19 @@ class Watch(TorchDispatchMode):
         super().__exit__(*error)
         self._stack.close()
 
+    def add(self, computed: list[str], memory: int, largest: tuple[int, str]) -> None:
+        """What a call did in another process. Its launches are seen when they are repeated here."""
+        self.computed += computed
+        self.memory += memory
+        self._largest = max(self._largest, largest)
+
     def _launch(self, kernels: Kernels, name: str, arguments: Arguments, launch: Any) -> None:
         self.launches[f"{kernels.source.parent.name} {name}"] += 1
         launch(arguments)
-        if all(t.is_cpu for t in arguments.values() if isinstance(t, Tensor)):
+        tensors = [t for t in arguments.values() if isinstance(t, Tensor)]
+        with _disable_current_modes():
+            self._unwritten |= any(map(_as_allocated, tensors))
+        if all(t.is_cpu for t in tensors):
             if not library.launched():
                 self.idle.append(f"{name} of {kernels.source.name}")
             size = library.allocated()
@@ -82,6 +93,11 @@ class Watch(TorchDispatchMode):
         if not (function.is_view or name.strip("_").startswith(_HARMLESS)):
             self.computed.append(f"{name} ({own_line(sys._getframe())})")
         return out
+
+    def expect_written(self) -> None:
+        """CheckFailed if a launch has left a tensor as it was allocated. Of a product with it, only NaN remains."""
+        if self._unwritten:
+            raise CheckFailed("nothing was written", not_written=True)
 
     def expect_small(self, size: int) -> None:
         """CheckFailed if a tensor of more than ``size`` bytes was made: a copy of what should be read in place."""
@@ -133,7 +149,7 @@ class Watch(TorchDispatchMode):
 def written_out() -> Iterator[None]:
     """A context that raises CheckFailed at its end if the attention in it was PyTorch's own."""
     found: list[str] = []
-    with _Functions(found):
+    with attention_calls(found):
         yield
     if found:
         raise CheckFailed(
@@ -141,20 +157,27 @@ def written_out() -> Iterator[None]:
         )
 
 
-class _Functions(TorchFunctionMode):
+class attention_calls(TorchFunctionMode):
     """Collects calls of PyTorch's attention; what they are made of is all that a dispatch mode sees."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__()
-        self._found = found
+        self.found = found
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = getattr(function, "__name__", "")
         if "scaled_dot_product" in name or "multi_head_attention" in name:
-            self._found.append(f"{name} ({own_line(sys._getframe())})")
+            self.found.append(f"{name} ({own_line(sys._getframe())})")
         return function(*args, **(kwargs or {}))
+
+
+def _as_allocated(t: Tensor) -> bool:
+    if not t.is_floating_point() or t.numel() == 0:
+        return False
+    first = t[(0,) * t.dim()]  # mostly it says so already
+    return bool(is_poison(first)) and bool(is_poison(t).all())
 
 
 def _storage(t: Tensor) -> int:

@@ -169,3 +169,16 @@ def test_hidden_inputs_are_not_unwritten_outputs(dtype):
     partly = hide_(torch.zeros(4, dtype=dtype), torch.tensor([True, False, False, True]))
     assert partly.isnan().tolist() == [True, False, False, True]
     assert bool(is_hidden(0.0 * hide_(torch.zeros(4)) + 1.0).all())
+
+
+def test_what_a_launch_has_left_as_it_was_allocated(kernels):
+    x = torch.arange(4.0)
+    with poisoned(), Watch() as did:
+        copy(kernels, x, end=0)
+    with pytest.raises(CheckFailed) as caught:
+        did.expect_written()
+    assert caught.value.not_written
+    with poisoned(), Watch() as did:
+        copy(kernels, x, end=1)
+    did.expect_written()
+    assert not did.computed
