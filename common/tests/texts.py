@@ -14,7 +14,7 @@ MAKE = re.compile(r"\bmake ((?:[A-Z_]+=\S+ )*)([a-z][a-z-]*)")
 MODULE = re.compile(r"python3? -m ([\w.]+)")
 PATH = re.compile(r"[\w.*-]*(?:/[\w.*-]+)*/?")
 ENDINGS = (".py", ".cu", ".cuh", ".h", ".cpp", ".md", ".json", ".toml", ".txt", ".svg", ".png")
-WRITTEN = (".build/", ".venv/", "common/records/")  # exist once something has run
+WRITTEN = (".build/", ".venv/", "common/records/", "grades/")  # exist once something has run
 
 
 def broken(root: Path, files: Sequence[str]) -> list[str]:
