@@ -280,8 +280,11 @@ def _cell(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Grade all; 0 if every submission could be graded."""
+    """Grade all; 0 if every submission could be graded, 1 if not, 2 if nothing was graded."""
     options = _parse(argv)
+    if sys.platform != "linux":
+        print(f"error: grading needs Linux; this is {sys.platform}", file=sys.stderr)
+        return 2
     console = Console(highlight=False, markup=False, soft_wrap=True)
     found = submission.find(options.submissions)
     for sentence in found.others:

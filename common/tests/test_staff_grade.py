@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+import sys
 import zipfile
 
 import pytest
@@ -11,6 +12,14 @@ from common.staff import grade, student_edition
 from common.staff.student_edition import restore
 
 POINTS = {"task1": 2, "task2": 3}
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+
+def test_elsewhere_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert grade.main(["x"]) == 2
+    assert "needs Linux; this is darwin" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
