@@ -53,13 +53,23 @@ def read(path: Path, file: str) -> str:
         MarkError: there is no such file, it cannot be read, or it is not UTF-8.
     """
     try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        wrong = f"byte {error.start}, 0x{error.object[error.start]:02x}, is not UTF-8"
-        raise MarkError(f"{file}:{line}: {wrong}") from None
+        return decode(path.read_bytes(), file)
     except OSError as error:
         raise MarkError(f"{file}: {error.strerror}") from None
+
+
+def decode(data: bytes, file: str) -> str:
+    """The text of a file's bytes.
+
+    Raises:
+        MarkError: they are not UTF-8.
+    """
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        wrong = f"byte {error.start}, 0x{data[error.start]:02x}, is not UTF-8"
+        raise MarkError(f"{file}:{line}: {wrong}") from None
 
 
 def regions(text: str, file: str) -> list[Region]:

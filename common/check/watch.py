@@ -38,6 +38,7 @@ class Watch(TorchDispatchMode):
         computed: PyTorch's operations that compute or copy, as ``clone (task5/attention.py:57)``.
         idle: launchers that have launched no kernel. (Seen on the CPU only.)
         memory: bytes of all tensors that were made, even if they have been freed since; on the CPU also of cudaMalloc.
+        largest: the bytes of the largest of them, and what made it.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class Watch(TorchDispatchMode):
         self.idle: list[str] = []
         self.memory = 0
         self._unwritten = False
-        self._largest = (0, "")
+        self.largest = (0, "")
         self._stack = ExitStack()
 
     def __enter__(self) -> "Watch":
@@ -62,7 +63,7 @@ class Watch(TorchDispatchMode):
         """What a call did in another process. Its launches are seen when they are repeated here."""
         self.computed += computed
         self.memory += memory
-        self._largest = max(self._largest, largest)
+        self.largest = max(self.largest, largest)
 
     def _launch(self, kernels: Kernels, name: str, arguments: Arguments, launch: Any) -> None:
         self.launches[f"{kernels.source.parent.name} {name}"] += 1
@@ -75,7 +76,7 @@ class Watch(TorchDispatchMode):
                 self.idle.append(f"{name} of {kernels.source.name}")
             size = library.allocated()
             self.memory += size
-            self._largest = max(self._largest, (size, f"cudaMalloc in {kernels.source.name}"))
+            self.largest = max(self.largest, (size, f"cudaMalloc in {kernels.source.name}"))
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -89,7 +90,7 @@ class Watch(TorchDispatchMode):
                 size = made.untyped_storage().nbytes()
                 self.memory += size
                 text = f"{name} made {_shape(made)}, {size:,} bytes, at {own_line(sys._getframe())}"
-                self._largest = max(self._largest, (size, text))
+                self.largest = max(self.largest, (size, text))
         if not (function.is_view or name.strip("_").startswith(_HARMLESS)):
             self.computed.append(f"{name} ({own_line(sys._getframe())})")
         return out
@@ -101,9 +102,9 @@ class Watch(TorchDispatchMode):
 
     def expect_small(self, size: int) -> None:
         """CheckFailed if a tensor of more than ``size`` bytes was made: a copy of what should be read in place."""
-        if self._largest[0] > size:
+        if self.largest[0] > size:
             raise CheckFailed(
-                f"the result is right, but nothing over {size:,} bytes is needed, and {self._largest[1]}"
+                f"the result is right, but nothing over {size:,} bytes is needed, and {self.largest[1]}"
             )
 
     def expect(
@@ -141,7 +142,7 @@ class Watch(TorchDispatchMode):
         if memory is not None and self.memory > memory + _ROOM:
             raise CheckFailed(
                 f"the result is right, but tensors of {self.memory:,} bytes in all were made, and {memory:,} are"
-                f" needed; the largest: {self._largest[1]}"
+                f" needed; the largest: {self.largest[1]}"
             )
 
 

@@ -38,7 +38,6 @@ _ERRORS = {
     "BuildError": BuildError,
     "ValueError": ValueError,
     "TypeError": TypeError,
-    "NotImplementedError": NotImplementedError,
 }
 
 
@@ -61,7 +60,7 @@ class Worker:
 
         Raises:
             CheckFailed: the process has ended, took too long, or answers nonsense.
-            KernelError, BuildError, ValueError, TypeError, NotImplementedError, RuntimeError: what was raised there.
+            KernelError, BuildError, ValueError, TypeError: what was raised there.
         """
         settings = asdict(library.settings()) | {"threads": None}
         with _disable_current_modes():
@@ -94,9 +93,8 @@ class Worker:
             raise CheckFailed(f"did not end within {seconds:g} s, and was ended") from None
         except (EOFError, OSError):
             raise CheckFailed(f"the process with this code has ended {self._end()}") from None
-        except (
-            BaseException
-        ):  # a case's time limit, or Ctrl-C: the answer would be taken for the next one's
+        except BaseException:
+            # A case's time limit, or Ctrl-C: the answer would be taken for that of the next request.
             self._end()
             raise
 
@@ -166,9 +164,9 @@ def _raise(error: Any) -> NoReturn:
     kind, text, place = error
     if kind == "NotImplementedError":
         raise CheckFailed(text, not_written=f"{place.partition(':')[0]}: {text}")
-    if kind == "":
-        raise CheckFailed(f"{text}" + (f" at {place}" if place else ""))
-    raise _ERRORS[kind](text)
+    if kind in _ERRORS:
+        raise _ERRORS[kind](text)
+    raise CheckFailed(f"{text} at {place}" if place else text)
 
 
 @contextmanager
