@@ -30,6 +30,7 @@ from common.marked import MarkerError, write_atomically
 from common.paths import ROOT
 from common.record import (
     POINTS,
+    WORTH,
     Record,
     Stage,
     checks_passed,
@@ -209,7 +210,7 @@ def _run_stage(stage: str, options: argparse.Namespace, show: Show) -> dict[str,
             record = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError):
             # It did not reach its first line: usually the answer cannot be imported.
-            unknown = Stage(stage, title="", points=POINTS[stage], sources=(f"{stage}/*",))
+            unknown = Stage(stage, title="", worth=WORTH[stage], sources=(f"{stage}/*",))
             record = Record(
                 unknown, device=options.device, seed=options.seed, complete=False, root=ROOT
             ).as_json()

@@ -16,7 +16,6 @@ from task1.attention import CustomSelfAttention
 suite = Suite(
     "task1",
     title="naive multi-head attention in PyTorch",
-    points=2,
     sources=("task1/attention.py", "common/layer.py"),
 )
 

@@ -15,7 +15,6 @@ from task2 import attention
 suite = Suite(
     "task2",
     title="naive attention in CUDA",
-    points=3,
     sources=("task2/attention.py", "task2/attention_kernel.cu", "common/layer.py"),
 )
 

@@ -23,7 +23,6 @@ from task3.attention import CustomFlashAttention, flash_attention
 suite = Suite(
     "task3",
     title="FlashAttention-2 in PyTorch",
-    points=3,
     sources=("task3/attention.py", "common/layer.py"),
 )
 

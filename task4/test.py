@@ -34,7 +34,6 @@ from task4.attention import TILES, CustomFlashAttention, flash_attention
 suite = Suite(
     "task4",
     title="FlashAttention-2 in CUDA",
-    points=4,
     sources=(
         "task4/attention.py",
         "task4/attention_kernel.cu",

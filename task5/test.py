@@ -33,7 +33,6 @@ from task5.attention import CustomFlashAttention, flash_attention_decode, update
 suite = Suite(
     "task5",
     title="KV cache and decode",
-    points=4,
     sources=(
         "task5/attention.py",
         "task5/attention_kernel.cu",

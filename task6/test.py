@@ -24,7 +24,6 @@ from task6.rope import RoPE, apply_rotary_emb
 suite = Suite(
     "task6",
     title="a dummy LLM: prefill and decode",
-    points=3,
     sources=(
         "task6/attention.py",
         "task6/model.py",

@@ -36,7 +36,6 @@ from task7.inference import PROMPT, TINY, TINY_FOLDER, ModelWithCustomAttention,
 suite = Suite(
     "task7",
     title="GPT-2 through your kernels, by Hugging Face",
-    points=1,
     sources=(
         "task7/attention.py",
         "task7/inference*.py",

@@ -20,12 +20,13 @@ from common.paths import ROOT
 class Failure:
     """``category``: "wrong", "not written", "build", "kernel", "memory" or "bug"; ``text`` is complete.
 
-    ``mistake`` is the same in all cases that fail at the same line with the same error.
+    ``mistake`` is the same in all cases that fail at the same line with the same error. ``target``: the item's.
     """
 
     category: str
     text: str
     mistake: str = ""
+    target: str = ""
 
 
 def failure_of(error: Exception, item: Item, seed: int, *, rerun: bool = True) -> Failure:

@@ -10,7 +10,7 @@ import torch
 
 from common.check import script
 from common.check.case import Case, Check, CheckFunction, Item
-from common.record import Record, Stage
+from common.record import WORTH, Record, Stage, Worth
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,12 @@ class Suite:
     """The checks and benchmarks of one stage.
 
     Args:
-        name, title, points: see :class:`common.record.Stage`.
+        name, title: see :class:`common.record.Stage`. What it is worth stands in ``common/record/points.toml``.
         sources: see there; a message about what is not written yet names the first ``.cu`` or the first ``.py``.
     """
 
-    def __init__(
-        self, name: str, *, title: str, points: float, sources: Sequence[str] = ()
-    ) -> None:
-        self.stage = Stage(name, title, points, tuple(sources))
+    def __init__(self, name: str, *, title: str, sources: Sequence[str] = ()) -> None:
+        self.stage = Stage(name, title, WORTH.get(name, Worth(0)), tuple(sources))
         self.checks: list[Check] = []
         self.benchmarks: list[BenchmarkFunction] = []
 

@@ -4,6 +4,7 @@ Record    what one run of a suite found, as JSON on disk
 Results   Results.md alone, which is rendered from the records
 """
 
+from common.record.points import POINTS, WORTH, Worth, earned
 from common.record.provenance import (
     describe_machine,
     describe_run,
@@ -13,13 +14,15 @@ from common.record.provenance import (
     provenance,
     sources_hash,
 )
-from common.record.record import Record, Stage, earned, merge, write_json
-from common.record.results import POINTS, checks_passed, render, summary
+from common.record.record import Record, Stage, merge, write_json
+from common.record.results import checks_passed, render, summary
 
 __all__ = [
     "POINTS",
     "Record",
     "Stage",
+    "WORTH",
+    "Worth",
     "checks_passed",
     "describe_machine",
     "describe_run",

@@ -8,6 +8,7 @@ from typing import Any
 
 from common.marked import write_atomically
 from common.paths import ROOT
+from common.record.points import Worth, earned
 from common.record.provenance import provenance
 from common.timing import Benchmark, benchmark_lines, reference
 
@@ -19,14 +20,14 @@ class Stage:
     Args:
         name: the stage's folder, "task2".
         title: what it is, for people.
-        points: what it is worth.
+        worth: what it is worth.
         sources: files that decide its result, glob patterns from the repository's root. A figure in Results.md is
             stale once one of these, or a header in common/include, has changed since it was measured.
     """
 
     name: str
     title: str
-    points: float
+    worth: Worth
     sources: tuple[str, ...] = ()
 
 
@@ -116,8 +117,8 @@ class Record:
             "status": self._status(),
             "complete": self.complete,
             "groups": self.groups,
-            "points": self.stage.points,
-            "earned": earned(self.stage.points, self.groups),
+            "points": self.stage.worth.points,
+            "earned": earned(self.stage.worth, self.groups),
             "fields": self.fields,
             "benchmarks": self.benchmarks,
             "texts": self.texts,
@@ -137,15 +138,6 @@ class Record:
             return "passed"
         found = {group["status"] for group in self.groups} - {"passed", "not run"}
         return found.pop() if len(found) == 1 else "failed"
-
-
-def earned(points: float, groups: Sequence[Mapping[str, Any]]) -> float:
-    """A stage's points are shared evenly among its groups; a group counts if all its checks pass.
-
-    Groups whose checks pass before anything is written earn nothing.
-    """
-    passed = [group["status"] == "passed" for group in groups if not group.get("given")]
-    return round(points * sum(passed) / len(passed), 2) if passed else 0.0
 
 
 def merge(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,18 +11,10 @@ from typing import Any
 
 from common.marked import replace
 from common.paths import ROOT
+from common.record.points import POINTS
 from common.record.provenance import describe_machine, describe_run, sources_hash
 from common.timing import show_rates, show_timing
 
-POINTS = {
-    "task1": 2,
-    "task2": 3,
-    "task3": 3,
-    "task4": 4,
-    "task5": 4,
-    "task6": 3,
-    "task7": 1,
-}
 FIGURES = ("task4", "task5", "task6", "task7")  # tasks that are timed, or write a text
 DEVICES = ("cpu", "cuda")
 

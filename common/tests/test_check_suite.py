@@ -290,7 +290,7 @@ def test_a_suite_under_pytest(tmp_path: Path) -> None:
             from answer import test_batched_softmax
             from common.check import Case, Suite, assert_close
 
-            suite = Suite("task9", title="", points=1)
+            suite = Suite("task9", title="")
 
             @suite.check("a", [Case("it works", why="x"), Case("seed", why="y")], kernels=False)
             def adds(case, device, rng):

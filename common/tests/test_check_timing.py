@@ -1,6 +1,7 @@
 """Timings, benchmarks and the records that keep them."""
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import torch
 
 from common.check import Case, CheckFailed, Rng
 from common.check.attention import attention_float64
-from common.record import Record, earned, sources_hash
+from common.record import Record, Worth, earned, sources_hash
+from common.record.points import read as read_points
 from common.record.typed import from_json
 from common.tests.answers import make_suite, run
 from common.timing import (
@@ -196,10 +198,31 @@ def test_dataclasses_from_json() -> None:
 
 def test_points() -> None:
     passed, failed = {"status": "passed"}, {"status": "failed"}
-    assert earned(4, [passed, failed, passed]) == 2.67
-    assert earned(3, 3 * [passed]) == 3 and earned(1, []) == 0
+    assert earned(Worth(4), [passed, failed, passed]) == 2.67
+    assert earned(Worth(3), 3 * [passed]) == 3 and earned(Worth(1), []) == 0
     given = passed | {"given": True}
-    assert earned(1, [failed, given]) == 0 and earned(1, [passed, given]) == 1
+    assert earned(Worth(1), [failed, given]) == 0 and earned(Worth(1), [passed, given]) == 1
+    race = failed | {"only_check_build": True}
+    assert earned(Worth(4), [passed, race]) == 2  # as long as points.toml says nothing else
+    assert earned(Worth(4, check=0.25), [passed, race, failed, passed]) == 2.75
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[task1]\npoints = -1", "points must be 0 or more; got -1"),
+        ("[task1]\npoints = 2\ncheck = 3", "task1: check must be from 0 to 1; got 3"),
+        ("[task1]\npoints = 2\nspeeds = 1", "speeds"),
+        ("[task1]\npoints = 'many'", "task1: "),
+        ("task1 = 2", "task1: "),
+        ("[task1]\npoints = 2\nspeed = 0.5", "speed needs bands"),
+        ("[task1]\npoints = 2\nbands = [[0.5, 0.5], [0.9, 1.0]]", "highest ratio"),
+        ("[task1]\npoints = 2\nbands = [[0.5, 5]]", "the part of 0.5 in bands must be from 0 to 1"),
+    ],
+)
+def test_points_that_make_no_sense(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read_points(text)
 
 
 def test_the_sources_hash_follows_content_and_headers(tmp_path: Path) -> None:

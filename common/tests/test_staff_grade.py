@@ -8,7 +8,9 @@ import zipfile
 
 import pytest
 
-from common.staff import grade, student_edition
+from common.staff import student_edition
+from common.staff.grade import course, one, pages
+from common.staff.grade.__main__ import main
 from common.staff.student_edition import restore
 
 POINTS = {"task1": 2, "task2": 3}
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 def test_elsewhere_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert grade.main(["x"]) == 2
+    assert main(["x"]) == 2
     assert "needs Linux; this is darwin" in capsys.readouterr().err
 
 
@@ -39,11 +41,12 @@ def graded(tmp_path_factory):
         archive.writestr("course/task2/attention_kernel.cu", text.replace("// END SOLUTION", "", 1))
     (folder / "submissions/broken.zip").write_bytes(b"PK nothing")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grade, "POINTS", POINTS)
+        for module in (course, one, pages):
+            patch.setattr(module, "POINTS", POINTS)
         arguments = [str(folder / "submissions"), "--out", str(folder / "out"), "--seed", "5"]
-        statuses = [grade.main(arguments)]
-        patch.setattr(grade, "_run", lambda *_: pytest.fail("graded again"))
-        statuses.append(grade.main(arguments))
+        statuses = [main(arguments)]
+        patch.setattr(one, "_run", lambda *_: pytest.fail("graded again"))
+        statuses.append(main(arguments))
     assert statuses == [0, 0]
     return folder / "out"
 
@@ -78,19 +81,19 @@ def test_gradescope_gets_its_form(graded):
 def test_only_what_stands_between_the_marks_is_taken(graded, tmp_path):
     edition = tmp_path / "edition"
     student_edition.make(edition)
-    course = grade.Course(edition, {"task1": ["task1/attention.py"]}, "")
+    fresh = course.Course(edition, {"task1": ["task1/attention.py"]}, "")
     other = shutil.copytree(edition, tmp_path / "other")
     restore(other, stages=[1])
     solved = (other / "task1/attention.py").read_text()
     forged = solved.replace("class CustomSelfAttention", "import os\n\n\nclass CustomSelfAttention")
     files = {"task1/attention.py": forged.encode(), "common/check/compare.py": b""}
-    assert grade.fill_in(edition, files, course) == ({}, set())
+    assert course.fill_in(edition, files, fresh) == ({}, set())
     assert (edition / "task1/attention.py").read_text() == solved
     assert (edition / "common/check/compare.py").stat().st_size > 0
 
 
 def test_nothing_to_grade(tmp_path, capsys):
-    assert grade.main([str(tmp_path / "gone"), "--out", str(tmp_path / "out")]) == 2
+    assert main([str(tmp_path / "gone"), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr()
     assert "does not exist" in said.out and "no submission" in said.err
     assert not (tmp_path / "out").exists()

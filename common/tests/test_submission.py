@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from common.staff import archives, submission
-from common.staff.archives import MAX_FILE, RefusedError, opened
-from common.staff.submission import Submission, SubmissionError, find, read
+from common.staff.grade import archives, submission
+from common.staff.grade.archives import MAX_FILE, RefusedError, opened
+from common.staff.grade.submission import Submission, SubmissionError, find, read
 
 KERNEL, ANSWER = "task2/attention_kernel.cu", "task1/attention.py"
 WANTED = (KERNEL, ANSWER)

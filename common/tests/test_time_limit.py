@@ -59,7 +59,7 @@ def test_a_kernel_that_does_not_end(kernels):
 
 
 def test_a_case_ends_and_the_next_one_runs(kernels, capsys):
-    suite = Suite("task9", title="a stage", points=1)
+    suite = Suite("task9", title="a stage")
 
     @suite.check("loop", [Case("endless", why="", rounds=0), Case("short", why="", rounds=2)])
     def run(case, device, rng):

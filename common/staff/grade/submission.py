@@ -1,7 +1,7 @@
 """What students hand in: which submissions there are, and the wanted files of each.
 
-A submission is a folder, a zip or a git bundle. :mod:`common.staff.archives` opens it without trusting it; here is
-decided which of its files count. A file that is missing, or that two entries could mean, is a sentence for a person.
+A submission is a folder, a zip or a git bundle. :mod:`~common.staff.grade.archives` opens it without trusting it; here
+is decided which of its files count. A file that is missing, or that two entries could mean, is a sentence for a person.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 from posixpath import basename, dirname
 from typing import NamedTuple
 
-from common.staff.archives import (
+from common.staff.grade.archives import (
     FILE,
     FOLDER,
     MAX_DEPTH,

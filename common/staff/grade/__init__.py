@@ -1,0 +1,8 @@
+"""Grading what students handed in; ``python -m common.staff.grade --help``.
+
+archives     opening a zip or a bundle without trusting it
+submission   finding submissions, and the files of each that count
+course       the fresh edition that a submission's answers are put into
+one          one submission: its checks, its points
+pages        what comes out: a page for the student, Gradescope's file, the table
+"""

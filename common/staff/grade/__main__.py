@@ -1,0 +1,99 @@
+"""Grade what students handed in: ``python -m common.staff.grade SUBMISSION...``
+
+A submission is a folder, a zip or a git bundle, or a folder of them. Of its files only what stands between the marks
+counts: it is put into a fresh student edition, and everything else is listed and ignored. The checks run in one
+process and the student's code in another one, in a sandbox where the system has one: it never sees the expected
+results, the seeds or the verdict.
+
+OUT/NAME/feedback.md is for the student, OUT/NAME/results.json for Gradescope, OUT/grades.csv for the course. A run
+that was interrupted goes on where it stopped.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rich.console import Console
+
+from common import child
+from common.check.progress import progress
+from common.check.rng import new_seed
+from common.marked import write_atomically
+from common.record import POINTS
+from common.staff.grade import one, submission
+from common.staff.grade.course import course
+from common.staff.grade.one import Result
+from common.staff.grade.pages import table
+from common.staff.grade.submission import Submission
+from common.staff.judge import sandbox
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Grade all; 0 if every submission could be graded, 1 if not, 2 if nothing was graded."""
+    options = _parse(argv)
+    if sys.platform != "linux":
+        print(f"error: grading needs Linux; this is {sys.platform}", file=sys.stderr)
+        return 2
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    found = submission.find(options.submissions)
+    for sentence in found.others:
+        console.print(f"not a submission: {sentence}")
+    if not found.submissions:
+        print("error: there is no submission to grade", file=sys.stderr)
+        return 2
+    for sentence in sandbox.missing():
+        console.print(f"warning: {sentence}")
+    results: dict[str, Result] = {}
+    csv_file = options.csv or options.out / "grades.csv"
+    with course(console) as fresh, progress(console) as bar:
+        task = bar.add_task("submissions", total=len(found.submissions))
+
+        def grade(entry: Submission) -> None:
+            result = one.graded(entry, fresh, options.out, options.seed)
+            results[entry.name] = result
+            write_atomically(csv_file, table(list(results.values())))
+            bar.advance(task)
+            notes = f"; {result['remarks'][0]}" if result["remarks"] else ""
+            console.print(f"{entry.name}: {result['total']:g} of {sum(POINTS.values())}{notes}")
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            try:
+                list(pool.map(grade, found.submissions))
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                child.end_all()
+                raise
+    console.print(f"\n{len(results)} graded: {csv_file}")
+    return 1 if any(r["failed"] for r in results.values()) else 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m common.staff.grade", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "submissions", nargs="+", type=Path, metavar="SUBMISSION",
+        help="a folder, a .zip or a git .bundle, or a folder of them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, default=Path("grades"), help="where the results go; default: grades"
+    )
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="default: OUT/grades.csv")
+    parser.add_argument("--jobs", type=int, default=1, help="submissions at a time; default: 1")
+    parser.add_argument("--seed", type=int, help="of the random inputs, the same for all")
+    options = parser.parse_args(argv)
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1; got {options.jobs}")
+    options.seed = new_seed() if options.seed is None else options.seed
+    options.out = options.out.resolve()
+    return options
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("\ninterrupted; run it again to go on", file=sys.stderr)
+        sys.exit(130)
