@@ -213,15 +213,18 @@ class Kernels:
             raise TypeError(
                 f"{self.source.name} has no {what} {name!r}; it has {', '.join(known) or 'none'}"
             )
+        path = self._library(device, check)
+        return ctypes.cast(getattr(_load(path), name), ctypes.c_void_p).value, known[name]
+
+    def _library(self, device: Any, check: bool) -> Path:
+        """The library for this device, built."""
         # Built with the kernels, and so at the same time.
         callers = tuple(caller_target(export) for export in self._exports.values())
         if device.type == "cuda":
-            path = _library_for_gpu(self.source, device, callers)
-        else:
-            kernels = builder.plan(self.source, "cpu", check=check)
-            builder.make([kernels, *callers])
-            path = kernels.path
-        return ctypes.cast(getattr(_load(path), name), ctypes.c_void_p).value, known[name]
+            return _library_for_gpu(self.source, device, callers)
+        kernels = builder.plan(self.source, "cpu", check=check)
+        builder.make([kernels, *callers])
+        return kernels.path
 
     def _caller(
         self, name: str, device: Any, check: bool, launcher: bool

@@ -70,10 +70,8 @@ def measure(
     if not torch.cuda.is_available():
         raise RuntimeError("timing needs a GPU")
     head_start = {name: _warm_up(function) for name, function in functions.items()}
-    flush = _Flush()
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
-        name: [] for name in functions
-    }
+    turns = Turns()
+    samples: dict[str, list[float]] = {name: [] for name in functions}
     outputs: dict[str, Any] = {}
     names = list(functions)
     spent = dict.fromkeys(names, 0.0)
@@ -87,25 +85,41 @@ def measure(
         for name in names if runs % 2 == 0 else reversed(names):
             began = time.perf_counter()
             outputs.pop(name, None)  # free its memory before the next output is allocated
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush()
-            if include_host:
-                torch.cuda.synchronize()
-            else:
-                _sleep(head_start[name])
-            start.record()
-            outputs[name] = functions[name]()
-            end.record()
-            torch.cuda.synchronize()  # this call is complete before the next one starts
-            events[name].append((start, end))
+            ahead = None if include_host else head_start[name]
+            outputs[name], milliseconds = turns.take(functions[name], ahead)
+            samples[name].append(milliseconds)
             spent[name] += time.perf_counter() - began
         runs += 1
     if check is not None:
         check(outputs)
-    return {
-        name: Timing.of([start.elapsed_time(end) for start, end in pairs])
-        for name, pairs in events.items()
-    }
+    return {name: Timing.of(times) for name, times in samples.items()}
+
+
+class Turns:
+    """Times single calls on the current GPU, by two CUDA events, with a flushed L2 cache."""
+
+    def __init__(self) -> None:
+        self._flush = _Flush()
+
+    def take(
+        self, function: Callable[[], Any], head_start_ms: float | None = 0.5
+    ) -> tuple[Any, float]:
+        """The output of a call, and its milliseconds.
+
+        ``head_start_ms``: for how long the GPU is kept busy while the host queues the work; None: the host's time
+        counts too.
+        """
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush()
+        if head_start_ms is None:
+            torch.cuda.synchronize()
+        else:
+            _sleep(head_start_ms)
+        start.record()
+        out = function()
+        end.record()
+        torch.cuda.synchronize()  # this call is complete before the next one starts
+        return out, start.elapsed_time(end)
 
 
 def all_alike(outputs: Mapping[str, Tensor]) -> None:

@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from common import child
+from common.build import toolchain
 from common.check.progress import progress
 from common.check.rng import new_seed
 from common.marked import write_atomically
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         task = bar.add_task("submissions", total=len(found.submissions))
 
         def grade(entry: Submission) -> None:
-            result = one.graded(entry, fresh, options.out, options.seed)
+            result = one.graded(entry, fresh, options.out, options.seed, options.gpu)
             results[entry.name] = result
             write_atomically(csv_file, table(list(results.values())))
             bar.advance(task)
@@ -82,8 +84,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="default: OUT/grades.csv")
     parser.add_argument("--jobs", type=int, default=1, help="submissions at a time; default: 1")
+    parser.add_argument(
+        "--gpu", action="store_true", help="also check and time the kernels on this machine's GPU"
+    )
     parser.add_argument("--seed", type=int, help="of the random inputs, the same for all")
     options = parser.parse_args(argv)
+    if options.gpu and (toolchain.find_gpu() is None or not torch.cuda.is_available()):
+        parser.error("--gpu: there is no GPU here that PyTorch can use")
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1; got {options.jobs}")
     options.seed = new_seed() if options.seed is None else options.seed

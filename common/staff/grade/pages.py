@@ -18,6 +18,7 @@ def feedback(result: Result) -> str:
         said = found["reason"] or found["status"]
         points = f"{found['earned']:g} of {found['points']:g}"
         lines.append(f"| {stage} | {_checks(found)} | {points} | {said} |")
+    lines += _speed(result)
     if result["remarks"]:
         lines += ["", *(f"- {remark}" for remark in result["remarks"])]
     for stage, found in result["stages"].items():
@@ -30,6 +31,20 @@ def feedback(result: Result) -> str:
         lines += [f"- {name}" for name in result["ignored"][:20]]
         lines += [f"- and {len(result['ignored']) - 20} more"] if result["ignored"][20:] else []
     return "\n".join(lines) + "\n"
+
+
+def _speed(result: Result) -> list[str]:
+    """The table of what was timed on a GPU."""
+    rows = []
+    for stage, found in result["stages"].items():
+        for name, times in found.get("speed", {}).items():
+            low, high = times["interval"]
+            ratio = f"{times['ratio']:.2f} ({low:.2f} to {high:.2f}, n {times['n']})"
+            part = times["problem"] or f"{times['part']:.0%}"
+            both = f"{times['ours_ms']:.4g} | {times['reference_ms']:.4g}"
+            rows.append(f"| {stage}, {name} | {both} | {ratio} | {part} |")
+    head = "| timed on a GPU | ms | the course's kernel, ms | times as fast | of the points for speed |"
+    return ["", head, "|---|---|---|---|---|", *rows] if rows else []
 
 
 def _checks(found: Result) -> str:

@@ -6,6 +6,15 @@ forkserver   starts workers, in the sandbox
 worker       the process that runs the student's code: it gets inputs and gives outputs
 remote       what stands in for the student's functions and kernels where the checks run
 check        the command that runs the checks
+run          a stage's checks in a process of their own
+
+With a GPU:
+
+device_code  a library of our host code and their device code
+exchanged    its launchers
+gpu_worker   the process that runs their kernels
+speed        their times beside ours
+gpu          the command that checks and times the kernels
 
 The process that checks holds the truth, the verdict and the seeds. It imports nothing that a student wrote.
 """

@@ -6,11 +6,10 @@ stage's checks find comes to OUT/taskN.json, what they print to OUT/taskN.txt.
 
 import argparse
 import importlib
-import multiprocessing
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 import torch._dynamo  # noqa: F401  before the forks: PyTorch imports it at a first launch
@@ -18,9 +17,10 @@ import torch._dynamo  # noqa: F401  before the forks: PyTorch imports it at a fi
 from common.build import BuildError, using
 from common.check import CheckFailed, Suite, script
 from common.check.hints import load
-from common.record import POINTS, write_json
-from common.staff.judge import STAGE_SECONDS, sandbox
+from common.record import POINTS
+from common.staff.judge import sandbox
 from common.staff.judge.remote import BUILD, ForkServer, Worker, standing_in
+from common.staff.judge.run import in_a_process
 
 
 def marked_functions() -> list[tuple[str, str]]:
@@ -64,31 +64,17 @@ def _run(
 ) -> int:
     with suppress(CheckFailed):  # told by the checks
         server.ready()
-    record = file.with_suffix(".json")
-    process = multiprocessing.get_context("fork").Process(
-        target=_stage,
-        args=(suite, worker, file.with_suffix(".txt"), [*arguments, "--record", str(record)]),
-    )
-    process.start()
-    process.join(STAGE_SECONDS)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-        write_json(record, {"status": "crashed", "why": f"stopped after {STAGE_SECONDS} s"})
-    return process.exitcode or 0
+    record = ["--record", str(file.with_suffix(".json"))]
+    return in_a_process(partial(_stage, suite, worker, [*arguments, *record]), file)
 
 
-def _stage(suite: Suite, worker: Worker, said: Path, arguments: Sequence[str]) -> None:
-    with open(said, "w") as file:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(file.fileno(), stream.fileno())
+def _stage(suite: Suite, worker: Worker, arguments: Sequence[str]) -> int:
     with closing(worker):
         for source in (s for s in suite.stage.sources if s.endswith(".cu")):
             for check in (False, True):  # before the checks: a build takes longer than a case may
                 with using(check=check), suppress(BuildError, CheckFailed):  # told by the checks
                     worker.ask(BUILD, "build", source)
-        sys.exit(script.main(suite, arguments))
+        return script.main(suite, arguments)
 
 
 if __name__ == "__main__":

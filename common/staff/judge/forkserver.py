@@ -1,8 +1,9 @@
-"""The first process in a sandbox: ``python -m common.staff.judge.forkserver FD``, in the folder with a student's code.
+"""The first process in a sandbox: ``python -m common.staff.judge.forkserver FD MODULE``, in the worker's folder.
 
 It has imported PyTorch and nothing that a student wrote, and forks a worker for each request: that takes milliseconds.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -14,14 +15,20 @@ from contextlib import suppress
 import torch._dynamo
 import torch._subclasses.functional_tensor  # noqa: F401
 
-from common.staff.judge import transfer, worker
+from common.staff.judge import transfer
 
 START, END = b"start", b"end"
 GRACE = 1.0  # seconds in which a worker may end by itself
 
 
-def main(fd: int) -> None:
-    """Answer requests until the connection closes: to start a worker for a socket, and to end it."""
+def main(fd: int, module: str) -> None:
+    """Answer requests until the connection closes: to start a worker for a socket, and to end it.
+
+    Args:
+        fd: of the connection.
+        module: what runs in a worker: its ``main(fd)``.
+    """
+    worker = importlib.import_module(module)
     connection = socket.socket(fileno=fd)
     transfer.send(connection, b"{}", [])
     child = 0
@@ -66,4 +73,4 @@ def _end(child: int) -> int | None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

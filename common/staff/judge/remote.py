@@ -48,10 +48,12 @@ class ForkServer:
     Args:
         folder: a student edition with what the student wrote.
         command: what is put before the command, such as a sandbox.
+        module: of this package, what runs in a worker.
     """
 
-    def __init__(self, folder: Path, command: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, command: Sequence[str] = (), module: str = "worker") -> None:
         self._folder, self._command = folder, list(command)
+        self._module = f"common.staff.judge.{module}"
         self._process: subprocess.Popen | None = None
         self._connection: socket.socket | None = None
 
@@ -71,7 +73,7 @@ class ForkServer:
         command = [*self._command, sys.executable, "-m", "common.staff.judge.forkserver"]
         with theirs:
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
+                [*command, str(theirs.fileno()), self._module],
                 cwd=self._folder,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

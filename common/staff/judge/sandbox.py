@@ -39,6 +39,7 @@ mkdir -p "$folder" "$environment" "$python"
 mount --rbind /mnt/environment "$environment"
 mount --rbind /mnt/python "$python"
 mount --rbind /mnt/folder "$folder"
+for device in /dev/nvidia*; do if [ -c "$device" ]; then mount --bind /dev/null "$device"; fi; done
 mount -o remount,bind,ro / 2>/dev/null || true
 cd "$folder"
 exec "$@"

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import socket
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from common.build import Kernels, builder, library, observing, using
 from common.check.watch import Watch, attention_calls
 from common.paths import ROOT
-from common.staff.judge import transfer
+from common.staff.judge import device_code, transfer
 
 OBJECTS = 64  # more than the layers of any model that is checked
 # What methods are called on: it keeps what the student's code has put there.
@@ -25,8 +26,27 @@ _objects: dict[int, Any] = {}
 _kernels: dict[str, Kernels] = {}
 
 
+Kind = Callable[
+    ..., Any
+]  # what answers one kind of request: it gets the answer to add to, and the arguments
+
+
 def main(fd: int) -> None:
     """Answer requests until the connection closes."""
+    serve(
+        fd,
+        {
+            "call": _call,
+            "launch": _launch,
+            "query": _query,
+            "build": _build,
+            "device code": _device_code,
+        },
+    )
+
+
+def serve(fd: int, kinds: Mapping[str, Kind]) -> None:
+    """Answer requests of these kinds until the connection closes."""
     connection = socket.socket(fileno=fd)
     transfer.send(connection, b"{}", [])
     while True:
@@ -46,9 +66,7 @@ def main(fd: int) -> None:
         try:
             kind, settings, *rest = transfer.received(payload, request_fd, numbered)
             with using(**settings):
-                value = {"call": _call, "launch": _launch, "query": _query, "build": _build}[kind](
-                    answer, *rest
-                )
+                value = kinds[kind](answer, *rest)
             with open(answer_fd, "wb", closefd=False) as data:
                 answer["value"] = transfer.pack_answer(value, numbers, data)
         except Exception as error:
@@ -123,3 +141,8 @@ def _query(answer: dict, source: str, name: str, arguments: dict) -> int:
 
 def _build(answer: dict, source: str) -> None:
     builder.make([builder.plan(ROOT / source, "cpu", check=library.settings().check)])
+
+
+def _device_code(answer: dict, source: str, arch: str) -> Tensor:
+    code = device_code.compiled(ROOT / source, arch)
+    return torch.frombuffer(bytearray(code), dtype=torch.uint8)
