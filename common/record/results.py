@@ -38,7 +38,11 @@ def render(text: str, records: Records, root: Path = ROOT) -> str:
     Raises:
         MarkerError: a marker is missing, doubled or out of place.
     """
-    stale = Stale(root)
+    return rendered(text, records, Stale(root))
+
+
+def rendered(text: str, records: Records, stale: Callable[[str, Run], str]) -> str:
+    """The same; ``stale`` says what has changed since a stage's run, see :class:`common.record.verify.Stale`."""
     written = {
         "stages": _stages(records, stale),
         **{task: _figures(task, records, partial(stale, task)) for task in FIGURES},
@@ -66,7 +70,7 @@ def _stage(records: Records, device: str, name: str) -> Mapping[str, Any] | None
     return records.get(device, {}).get("stages", {}).get(name)
 
 
-def _stages(records: Records, stale: Stale) -> list[str]:
+def _stages(records: Records, stale: Callable[[str, Run], str]) -> list[str]:
     lines = [
         "| task | checks on the CPU | checks on a GPU | points |",
         "|---|---|---|---|",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 TEXT, FLAG = "a text", "true or false"
 NUMBER, COUNT = "a number from 0 to 1e18", "a whole number from 0 to 1e9"
-HASH, PATTERN = "a sha256", "a path in a task or in common/"
+HASH, PATTERNS = "a sha256", "a list of at most 20 paths in tasks or in common/"
 
 _LARGEST_TEXT = 100_000  # characters
 
@@ -52,7 +52,7 @@ _RUN = {
     "seed": NUMBER,
     "commit": OrNone(TEXT),
     "dirty": OrNone(FLAG),
-    "sources": {"patterns": [PATTERN], "sha256": HASH},
+    "sources": {"patterns": PATTERNS, "sha256": HASH},
     "hashes?": {"tests": HASH, "common": HASH, "answers": HASH},
     "machine": _MACHINE,
 }
@@ -156,10 +156,19 @@ def _is_text(found: Any) -> bool:
     return not any("\ud800" <= c <= "\udfff" for c in found)  # half a character, in no file
 
 
-def _is_pattern(found: Any) -> bool:
-    """Files of this checkout; not all of it, which would be read for their hash."""
-    fits = isinstance(found, str) and re.fullmatch(r"(task\d|common)/[\w.*/-]{1,100}", found)
-    return bool(fits) and ".." not in found and "**" not in found
+def _are_patterns(found: Any) -> bool:
+    """Files of this checkout, which are read for their hash."""
+    return (
+        isinstance(found, list)
+        and len(found) <= 20
+        and all(
+            isinstance(pattern, str)
+            and re.fullmatch(r"(task\d|common)/[\w.*/-]{1,100}", pattern)
+            and ".." not in pattern
+            and "**" not in pattern
+            for pattern in found
+        )
+    )
 
 
 # NaN is in no range. Python compares integers of any length with others exactly.
@@ -169,5 +178,5 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     NUMBER: lambda found: type(found) in (int, float) and 0 <= found <= 1e18,
     COUNT: lambda found: type(found) is int and 0 <= found <= 10**9,
     HASH: lambda found: isinstance(found, str) and bool(re.fullmatch("[0-9a-f]{64}", found)),
-    PATTERN: _is_pattern,
+    PATTERNS: _are_patterns,
 }

@@ -272,7 +272,7 @@ def test_a_pattern_stays_in_the_checkout(tmp_path: Path) -> None:
     ):
         entry = a_record(tmp_path)
         entry["run"]["sources"]["patterns"] = [pattern]
-        assert any("a path in a task or in common/" in said for said in misfits(entry)), pattern
+        assert any("paths in tasks or in common/" in said for said in misfits(entry)), pattern
 
 
 # make grade --------------------------------------------------------------------------------------

@@ -51,11 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         task = bar.add_task("submissions", total=len(found.submissions))
 
         def grade(entry: Submission) -> None:
-            result = one.graded(entry, fresh, options.out, options.seed)
+            result = one.graded(entry, fresh, options.out, options.seed, verify=options.verify)
             results[entry.name] = result
             write_atomically(csv_file, table(list(results.values())))
             bar.advance(task)
             notes = f"; {result['remarks'][0]}" if result["remarks"] else ""
+            if wrong := result.get("claims", {}).get("lines"):
+                notes += f"; {len(wrong)} of its claims do not fit"
             console.print(f"{entry.name}: {result['total']:g} of {sum(POINTS.values())}{notes}")
 
         with ThreadPoolExecutor(options.jobs) as pool:
@@ -83,6 +85,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--csv", type=Path, metavar="FILE", help="default: OUT/grades.csv")
     parser.add_argument("--jobs", type=int, default=1, help="submissions at a time; default: 1")
     parser.add_argument("--seed", type=int, help="of the random inputs, the same for all")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare Results.md and the records of each submission with what is found",
+    )
     options = parser.parse_args(argv)
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1; got {options.jobs}")

@@ -12,7 +12,7 @@ from common import child
 from common.marked import write_atomically
 from common.paths import ROOT
 from common.record import POINTS, write_json
-from common.staff.grade import submission
+from common.staff.grade import claims, submission
 from common.staff.grade.course import STAGE_SECONDS, Course, fill_in
 from common.staff.grade.pages import Result, feedback, gradescope
 from common.staff.grade.submission import Submission, SubmissionError
@@ -21,10 +21,17 @@ LINES = 400  # of a stage's output that are kept
 NEEDS = {"task7": ("task4", "task5")}  # it has nothing of its own to write
 
 
-def graded(one: Submission, course: Course, out: Path, seed: int) -> Result:
-    """Grade a submission and write its files in OUT/NAME; whatever happens costs this submission and no other."""
+def graded(one: Submission, course: Course, out: Path, seed: int, *, verify: bool) -> Result:
+    """Grade a submission and write its files in OUT/NAME; whatever happens costs this submission and no other.
+
+    ``verify``: what it claims is compared with what was found.
+    """
     try:
         result = grade(one, course, out, seed)
+        result.pop("claims", None)
+        if verify:
+            result["claims"] = claims.verify(one, result, course)
+            write_json(out / one.name / "record.json", result)
     except Exception as error:
         empty = {stage: _nothing(stage, "not graded") for stage in POINTS}
         remark = f"NOT GRADED: {type(error).__name__}: {error}"
