@@ -50,14 +50,17 @@ def sources_hash(patterns: Sequence[str], root: Path = ROOT) -> str:
 
 
 _DECIDING = (".py", ".cu", ".cuh", ".h", ".cpp", ".toml")
-_NOT_DECIDING = ("records", "staff", "tests")  # folders of common/
+# Folders of common/.
+# BEGIN STAFF, for students: _NOT_DECIDING = ("records",)
+_NOT_DECIDING = ("records", "staff", "tests")  # students have the first alone
+# END STAFF
 
 
 def hashes(stage: str, answers: Sequence[str], root: Path = ROOT) -> dict[str, str]:
     """What a stage's result depends on besides its sources: a sha256 of its tests, of common/ and of its answers.
 
-    Of common/, code, headers and tables count. Records, texts and pictures decide nothing; tests and what is for staff
-    do not come with a student edition; what is hidden was built. Line ends do not count.
+    Of common/, code, headers and tables count. Records, texts and pictures decide nothing, and what is hidden was
+    built. Line ends do not count.
 
     Args:
         stage: its folder; the tests are ``test.py`` in it.

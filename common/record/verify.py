@@ -1,7 +1,7 @@
 """Is a record what a run has written? Sentences about what is not; nothing is raised, whatever it holds.
 
 An edit is noticed by the record's own digest, which a determined student can compute anew, and by figures that do not
-follow from each other. Neither proves anything: what counts is the instructor's own run.
+follow from each other. Neither proves anything: what counts is the grader's own run.
 """
 
 import math
