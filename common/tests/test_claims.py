@@ -199,6 +199,12 @@ def test_edited_tests_and_common_are_known_by_their_hash(handed_in: Path, course
     edit(handed_in, put("run.hashes", run["hashes"] | {"answers": content_hash({})}))
     assert f"{where} from other answers than those handed in" in lines_of(handed_in, course)
 
+    content["stages"]["task1"]["run"].pop("hashes")
+    content["stages"]["task1"].pop("digest")  # as if it were of before there were any
+    (handed_in / CPU).write_text(json.dumps(content))
+    said = "task1 on the CPU: its record has no hashes: it does not say what it was made with"
+    assert said in lines_of(handed_in, course)
+
 
 # Times -------------------------------------------------------------------------------------------
 
