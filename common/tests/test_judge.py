@@ -16,7 +16,7 @@ from common.paths import ROOT
 from common.staff import student_edition
 from common.staff.judge import sandbox, transfer
 from common.staff.judge.check import marked_functions
-from common.staff.judge.remote import Worker, standing_in
+from common.staff.judge.remote import ForkServer, Worker, standing_in
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 needs_sandbox = pytest.mark.skipif(bool(sandbox.missing()), reason="no namespaces here")
@@ -49,21 +49,30 @@ def write(folder, file, function, code, indent):
     path.write_text(regions.join(found))
 
 
-def first_look(folder, code, *, hide=()):
-    """Run task 1's first case on code for its region."""
-    from task1.test import suite
+@pytest.fixture(scope="module")
+def server(edition):
+    """What starts workers in the edition. It is not in a sandbox: that would have a copy of the edition."""
+    with closing(ForkServer(edition)) as server:
+        yield server
 
-    write(folder, "task1/attention.py", "CustomSelfAttention.forward", code, " " * 8)
+
+def run_first(suite, server):
+    """Run a stage's first case on what stands in the server's folder."""
     item = next(iter(suite.items(["cpu"])))
-    with (
-        closing(Worker(folder, sandbox.command(folder, hide))) as worker,
-        standing_in(worker, marked_functions()),
-    ):
+    with closing(Worker(server)) as worker, standing_in(worker, marked_functions()):
         item.run(1)
 
 
-def test_honest_code_passes(edition):
-    first_look(edition, HONEST + "return o")
+def first_look(edition, server, code):
+    """Run task 1's first case on code for its region."""
+    from task1.test import suite
+
+    write(edition, "task1/attention.py", "CustomSelfAttention.forward", code, " " * 8)
+    run_first(suite, server)
+
+
+def test_honest_code_passes(edition, server):
+    first_look(edition, server, HONEST + "return o")
 
 
 CHEATS = {
@@ -158,10 +167,10 @@ CHEATS = {
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_a_cheat_gains_nothing(edition, name):
+def test_a_cheat_gains_nothing(edition, server, name):
     code, reason = CHEATS[name]
     with pytest.raises(AssertionError, match=reason):
-        first_look(edition, code)
+        first_look(edition, server, code)
 
 
 @needs_sandbox
@@ -185,28 +194,26 @@ def test_the_sandbox_hides_and_holds_back(edition, tmp_path):
     if any(name.isdigit() and int(name) > 50 for name in os.listdir("/proc")): found.append("processes")
     raise ValueError(", ".join(found) or "nothing found")
     """
-    with pytest.raises(ValueError, match="^nothing found$"):
-        first_look(edition, code, hide=[tmp_path])
+    folder = tmp_path / "edition"
+    shutil.copytree(edition, folder)
+    with (
+        closing(ForkServer(folder, sandbox.command(folder, [tmp_path]))) as server,
+        pytest.raises(ValueError, match="^nothing found$"),
+    ):
+        first_look(folder, server, code)
     assert not (secret / "x").exists() and not (ROOT / "x").exists()
 
 
-def test_a_kernel_that_damages_its_process_costs_the_case(edition):
+def test_a_kernel_that_damages_its_process_costs_the_case(edition, server):
     from task2.test import suite
 
-    item = next(iter(suite.items(["cpu"])))
-
-    def run():
-        worker = Worker(edition, sandbox.command(edition))
-        with closing(worker), standing_in(worker, marked_functions()):
-            item.run(1)
-
     with pytest.raises(CheckFailed) as caught:
-        run()
+        run_first(suite, server)
     assert caught.value.not_written
     code = "*(volatile int*)8 = 1;"
     write(edition, "task2/attention_kernel.cu", "softmax_kernel_batched", code, "  ")
     with pytest.raises(KernelError, match=r"attention_kernel.cu:\d+: "):
-        run()
+        run_first(suite, server)
 
 
 def test_tensors_arrive_as_they_are():

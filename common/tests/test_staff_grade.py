@@ -47,7 +47,7 @@ def graded(tmp_path_factory):
             patch.setattr(module, "POINTS", POINTS)
         arguments = [str(folder / "submissions"), "--out", str(folder / "out"), "--seed", "5"]
         statuses = [main(arguments)]
-        patch.setattr(one, "_run", lambda *_: pytest.fail("graded again"))
+        patch.setattr(one, "_check", lambda *_: pytest.fail("graded again"))
         statuses.append(main([*arguments, "--verify"]))
     assert statuses == [0, 0]
     return folder / "out"

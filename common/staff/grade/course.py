@@ -16,8 +16,7 @@ from common.check.hints import answers
 from common.paths import ROOT
 from common.record import POINTS
 from common.staff import student_edition
-
-STAGE_SECONDS = 900  # then a stage counts as hung
+from common.staff.judge import STAGE_SECONDS
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 from common import child
@@ -13,9 +14,10 @@ from common.marked import write_atomically
 from common.paths import ROOT
 from common.record import POINTS, write_json
 from common.staff.grade import claims, submission
-from common.staff.grade.course import STAGE_SECONDS, Course, fill_in
+from common.staff.grade.course import Course, fill_in
 from common.staff.grade.pages import Result, feedback, gradescope
 from common.staff.grade.submission import Submission, SubmissionError
+from common.staff.judge import STAGE_SECONDS
 
 LINES = 400  # of a stage's output that are kept
 NEEDS = {"task7": ("task4", "task5")}  # it has nothing of its own to write
@@ -69,8 +71,10 @@ def grade(one: Submission, course: Course, out: Path, seed: int) -> Result:
             if lacks:
                 why = reasons.get(lacks[0]) or f"{lacks[0]} is not written"
                 stages[stage] = _nothing(stage, why)
-            else:
-                stages[stage] = _run(stage, student, course, out, seed)
+        written = [stage for stage in POINTS if stage not in stages]
+        if written:
+            stages |= _check(written, student, course, out, seed)
+        stages = {stage: stages[stage] for stage in POINTS}
     remarks = [*contents.problems, *reasons.values()]
     own = [name for name in contents.ignored if not (course.edition / name).is_file()]
     result = _result(one, seed, stages, list(dict.fromkeys(remarks)), own)
@@ -79,28 +83,37 @@ def grade(one: Submission, course: Course, out: Path, seed: int) -> Result:
     return result
 
 
-def _run(stage: str, student: Path, course: Course, out: Path, seed: int) -> Result:
-    lines: list[str] = []
-
-    def hear(line: str) -> None:
-        if len(lines) < LINES:
-            lines.append(line[:1000])
-
-    record = student.parent / f"{stage}.json"
+def _check(
+    stages: Sequence[str], student: Path, course: Course, out: Path, seed: int
+) -> dict[str, Result]:
+    """The checks of these stages on what stands in the folder ``student``."""
+    said: list[str] = []
+    found = student.parent / "found"
+    found.mkdir()
     hidden = [ROOT, out.resolve(), Path.home(), course.edition.parent]
-    command = [sys.executable, "-m", "common.staff.judge.check", str(student), stage]
     hidden = [path for path in hidden if path.is_dir() and path != Path("/")]  # as a home may be
+    command = [sys.executable, "-m", "common.staff.judge.check", str(student), str(found), *stages]
     command += ["--hide", *map(str, hidden), "--device", "cpu"]
-    command += ["--both", "--no-timing", "--seed", str(seed), "--record", str(record)]
-    status = child.run(command, STAGE_SECONDS, hear, cwd=course.edition)
-    found = _read(record)
-    if "groups" not in found or found.get("status") == "crashed":
-        why = (
-            f"stopped after {STAGE_SECONDS} s" if status is None else f"ended with status {status}"
-        )
+    command += ["--both", "--no-timing", "--seed", str(seed)]
+    limit = STAGE_SECONDS * (len(stages) + 1)
+    status = child.run(command, limit, said.append, cwd=course.edition)
+    end = said[-1] if said else f"status {status}"
+    return {stage: _found(stage, found, end) for stage in stages}
+
+
+def _found(stage: str, folder: Path, end: str) -> Result:
+    """What the checks of a stage have found; ``end``: how they ended, if they left nothing behind."""
+    record = _read(folder / f"{stage}.json")
+    try:
+        with open(folder / f"{stage}.txt", encoding="utf-8", errors="replace") as file:
+            lines = [line.rstrip("\n")[:1000] for line in islice(file, LINES)]
+    except OSError:
+        lines = []
+    if "groups" not in record or record.get("status") == "crashed":
+        why = record.get("why") or f"ended early: {lines[-1] if lines else end}"
         return _nothing(stage, f"the checks {why}") | {"output": lines}
     keep = ("points", "earned", "status", "groups")
-    return {name: found[name] for name in keep} | {"reason": "", "output": lines}
+    return {name: record[name] for name in keep} | {"reason": "", "output": lines}
 
 
 def _nothing(stage: str, reason: str) -> Result:

@@ -27,12 +27,13 @@ from common.build import BuildError, KernelError, Kernels, library
 from common.check.compare import CheckFailed
 from common.check.watch import Watch, attention_calls
 from common.paths import ROOT
-from common.staff.judge import transfer
+from common.staff.judge import forkserver, transfer
 
 MORE = 20.0  # seconds beyond a case's own limit until the process is ended
 BUILD = 120.0  # seconds for a build
 ENOUGH = 20  # times that a process may end before it is not started again
 START = 120.0  # seconds until a process answers for the first time: it imports PyTorch
+END = 10.0  # seconds for ending what a student's code has started
 _ERRORS = {
     "KernelError": KernelError,
     "BuildError": BuildError,
@@ -41,8 +42,8 @@ _ERRORS = {
 }
 
 
-class Worker:
-    """The process with a student's code, started again when it has ended.
+class ForkServer:
+    """The process in a sandbox that starts workers; started again when it has ended.
 
     Args:
         folder: a student edition with what the student wrote.
@@ -52,6 +53,93 @@ class Worker:
     def __init__(self, folder: Path, command: Sequence[str] = ()) -> None:
         self._folder, self._command = folder, list(command)
         self._process: subprocess.Popen | None = None
+        self._connection: socket.socket | None = None
+
+    def ready(self) -> None:
+        """Start it, if it does not run or does not answer.
+
+        Raises:
+            CheckFailed: it does not start.
+        """
+        if self._connection is not None:
+            try:
+                self.end()
+                return
+            except OSError:
+                self.close()
+        ours, theirs = socket.socketpair()
+        command = [*self._command, sys.executable, "-m", "common.staff.judge.forkserver"]
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                cwd=self._folder,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._connection = ours
+        try:
+            ours.settimeout(START)
+            _receive(ours)
+        except (EOFError, OSError, transfer.TransferError):
+            self.close()
+            raise CheckFailed("the process with this code does not start") from None
+
+    def start(self) -> socket.socket:
+        """Start a worker; what connects with it.
+
+        Raises:
+            CheckFailed: there is no process that could start one.
+            OSError: it has ended just now.
+        """
+        if self._connection is None:
+            self.ready()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            transfer.send(self._connection, forkserver.START, [theirs.fileno()])
+        return ours
+
+    def end(self) -> int | None:
+        """End the worker; its status if it had ended by itself.
+
+        Raises:
+            OSError: the process does not answer, and has been ended with all that it has started.
+        """
+        if self._connection is None:
+            return None
+        try:
+            self._connection.settimeout(END)
+            transfer.send(self._connection, forkserver.END, [])
+            status = transfer.parse(_receive(self._connection)).get("status")
+        except (EOFError, OSError, transfer.TransferError):
+            self.close()
+            raise OSError("the process with this code does not answer") from None
+        return status if type(status) is int else None
+
+    def close(self) -> None:
+        """End it with all that it has started."""
+        process, connection = self._process, self._connection
+        self._process = self._connection = None
+        if connection is not None:
+            connection.close()
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                process.wait()
+
+
+class Worker:
+    """The process with a student's code, started again when it has ended.
+
+    Args:
+        server: what starts it.
+    """
+
+    def __init__(self, server: ForkServer) -> None:
+        self._server = server
         self._connection: socket.socket | None = None
         self.ended = 0  # how often the process has ended by itself, or had to be
 
@@ -87,7 +175,7 @@ class Worker:
         connection.settimeout(seconds)
         try:
             transfer.send(connection, sent.payload, [sent.fd, answer_fd])
-            return transfer.parse(self._receive(connection))
+            return transfer.parse(_receive(connection))
         except TimeoutError:
             self._end()
             raise CheckFailed(f"did not end within {seconds:g} s, and was ended") from None
@@ -98,64 +186,45 @@ class Worker:
             self._end()
             raise
 
-    def _receive(self, connection: socket.socket) -> bytes:
-        data, fds = transfer.receive(connection)
-        for fd in fds:  # nobody asked for any
-            os.close(fd)
-        return data
-
     def _start(self) -> socket.socket:
         if self.ended >= ENOUGH:
             raise CheckFailed(f"not run: the process with this code has ended {ENOUGH} times")
-        ours, theirs = socket.socketpair()
-        command = [*self._command, sys.executable, "-m", "common.staff.judge.worker"]
-        with theirs:
-            self._process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
-                cwd=self._folder,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        self._connection = ours
-        ours.settimeout(START)
         try:
-            self._receive(ours)
+            self._connection = self._server.start()
+            self._connection.settimeout(START)
+            _receive(self._connection)
         except (EOFError, OSError):
-            raise CheckFailed(
-                f"the process with this code does not start: it has ended {self._end()}"
-            ) from None
-        return ours
+            raise CheckFailed(f"the process with this code has ended {self._end()}") from None
+        return self._connection
 
     def _end(self) -> str:
         """End the process with all that it has started; how it had ended, if it had."""
-        process, connection = self._process, self._connection
-        self._process = self._connection = None
-        if process is None or connection is None:
+        if self._connection is None:
             return "already"
         self.ended += 1
-        connection.close()
+        self._connection.close()
+        self._connection = None
         try:
-            status = process.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            status = None
-        with ExitStack() as stack:
-            stack.callback(process.wait)
-            stack.callback(_kill_group, process.pid)
+            status = self._server.end()
+        except OSError:
+            return "with its whole sandbox"
         if status is None:
             return "without an answer"
-        return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        if status >= 0:
+            return f"with status {status}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"by {names.get(-status, f'signal {-status}')}"
 
     def close(self) -> None:
         """End the process."""
         self._end()
 
 
-def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+def _receive(connection: socket.socket) -> bytes:
+    data, fds = transfer.receive(connection)
+    for fd in fds:  # nobody asked for any
+        os.close(fd)
+    return data
 
 
 def _raise(error: Any) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The process that runs a student's code: ``python -m common.staff.judge.worker FD``, in the folder with that code.
+"""The process that runs a student's code; it is forked in the folder with that code.
 
 It is sent functions to call and launchers to run, and answers with what they gave. Whether a result is right is found
 out elsewhere. What it says of its launches and its memory is believed: code that forges that still has to compute the
@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import socket
-import sys
 from typing import Any
 
 import torch
@@ -124,7 +123,3 @@ def _query(answer: dict, source: str, name: str, arguments: dict) -> int:
 
 def _build(answer: dict, source: str) -> None:
     builder.make([builder.plan(ROOT / source, "cpu", check=library.settings().check)])
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
