@@ -3,6 +3,9 @@
 Each stage runs in a process of its own, so that a crash or a hang does not end the others. What it found comes back
 in a file. common/records/cpu.json and cuda.json keep what was found last on each device; they and Results.md are
 written at the very end, whole or not at all.
+
+A record that no run has written is refused before anything runs: it was edited, or its figures do not follow from each
+other. Lines of Results.md that were edited are written anew.
 """
 
 import argparse
@@ -23,18 +26,21 @@ from rich.table import Table
 
 from common import child
 from common.build import BuildError, builder, toolchain
-from common.check.hints import HintError, load
+from common.check.hints import HintError, answers
 from common.check.progress import progress
 from common.check.rng import new_seed
 from common.marked import MarkerError, write_atomically
 from common.paths import ROOT
 from common.record import (
+    DEVICES,
     POINTS,
     WORTH,
     Record,
     Stage,
     checks_passed,
+    edited,
     merge,
+    refused,
     render,
     summary,
     write_json,
@@ -47,13 +53,21 @@ BUILD_SECONDS = 600
 STAGE_SECONDS = (
     1800  # then a stage counts as hung; the longest, task 4 on a GPU, needs a few minutes
 )
+# A compiler may be there and not work: then this does not build either.
+TRIAL = """#include <cuda_runtime.h>
+__global__ void trial_kernel() {}
+extern "C" cudaError_t trial(cudaStream_t stream) {
+  trial_kernel<<<1, 32, 0, stream>>>();
+  return cudaGetLastError();
+}
+"""
 SHOWN = 4  # measured lines of a stage in the table; Results.md has them all
 
 Show = Callable[[str], None]
 
 
 class FormError(Exception):
-    """Nothing can be graded: Results.md, a record or marks are damaged, or there is no compiler."""
+    """Nothing can be graded: Results.md, a record or marks are damaged, or nothing can be built."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,7 +108,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _grade(options: argparse.Namespace) -> int:
-    render(_read_results(), _read_records(), ROOT)  # errors in them before minutes of work
+    before = _read_results()
+    render(before, _read_records(), ROOT)  # errors in them before minutes of work
     _check_marks(options.stages)
     builder.check_disk()
     where = torch.cuda.get_device_name() if options.device == "cuda" else "the CPU, without a GPU"
@@ -102,6 +117,10 @@ def _grade(options: argparse.Namespace) -> int:
     width = None if sys.stdout.isatty() else 160
     console = Console(highlight=False, markup=False, emoji=False, width=width)
     show = partial(console.print, soft_wrap=True)
+    if edited(before):
+        show(
+            "Results.md was edited between its markers; these lines are written anew, from the records"
+        )
     show(f"grading {len(options.stages)} stages on {where} (--seed {options.seed})")
     entries = {}
     with progress(console) as bar:
@@ -138,18 +157,22 @@ def _read_results() -> str:
 
 def _read_records() -> dict[str, Any]:
     records = {}
-    for path in sorted(RECORDS.glob("*.json")):
+    for path in (RECORDS / f"{device}.json" for device in DEVICES):
         try:
             records[path.stem] = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+        except FileNotFoundError:
+            continue
+        except (ValueError, RecursionError) as error:
             raise FormError(f"{path.relative_to(ROOT)} is damaged ({error})") from None
+    if sentences := refused(records, ROOT):
+        raise FormError("\n".join(sentences))
     return records
 
 
 def _check_marks(stages: Sequence[str]) -> None:
     """What a grader cannot take out of a student's file must not earn points here."""
     problems = []
-    for file in dict.fromkeys(piece.file for stage in stages for piece in load(stage, ROOT)):
+    for file in dict.fromkeys(file for stage in stages for file in answers(stage, ROOT)):
         try:
             regions(read(ROOT / file, file), file)
         except MarkError as error:
@@ -183,6 +206,10 @@ def _why_nothing_builds(device: str) -> str:
         toolchain.cpp_compiler()
         if device == "cuda" and (gpu := toolchain.find_gpu()):
             toolchain.nvcc_for(gpu.arch, gpu.driver_cuda)
+        with tempfile.TemporaryDirectory(prefix="trial-") as folder:
+            source = Path(folder) / "trial.cu"
+            source.write_text(TRIAL)
+            builder.build([source], device)
     except BuildError as error:
         return str(error).rstrip(".")
     return ""
@@ -212,7 +239,12 @@ def _run_stage(stage: str, options: argparse.Namespace, show: Show) -> dict[str,
             # It did not reach its first line: usually the answer cannot be imported.
             unknown = Stage(stage, title="", worth=WORTH[stage], sources=(f"{stage}/*",))
             record = Record(
-                unknown, device=options.device, seed=options.seed, complete=False, root=ROOT
+                unknown,
+                device=options.device,
+                seed=options.seed,
+                complete=False,
+                answers=answers(stage, ROOT),
+                root=ROOT,
             ).as_json()
     if record["status"] == "crashed":
         problem = _ending(status, said)

@@ -7,7 +7,8 @@ only these lines are replaced
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 
@@ -32,7 +33,7 @@ def replace(text: str, word: str, sections: Mapping[str, Sequence[str]], *, file
     inside: str | None = None
     seen: list[str] = []
     at = 0
-    for found in re.finditer(rf"<!--\s*({re.escape(word)}|end):\s*(\S*)\s*-->", text):
+    for found in _markers(text, word):
         begins, name = found[1] == word, found[2]
 
         def wrong(what: str, found: re.Match[str] = found) -> MarkerError:
@@ -58,6 +59,17 @@ def replace(text: str, word: str, sections: Mapping[str, Sequence[str]], *, file
     if missing := [name for name in sections if name not in seen]:
         raise MarkerError(f"{file}: the marker <!-- {word}: {missing[0]} --> is missing")
     return "".join([*pieces, text[at:]])
+
+
+def sections(text: str, word: str) -> list[str]:
+    """What stands between the markers of this word, in the file's order; nothing is checked."""
+    found = list(_markers(text, word))
+    return [text[a.end() : b.start()] for a, b in pairwise(found) if a[1] == word]
+
+
+def _markers(text: str, word: str) -> Iterator[re.Match[str]]:
+    """Takes time that is proportional to the text's length, whatever is in it."""
+    return re.finditer(rf"<!--\s*+({re.escape(word)}|end):\s*+([^\s<>]*)\s*+-->", text)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -1,6 +1,6 @@
 """How a stage is checked.
 
-suite = Suite("task2", title="...", points=3, sources=("task2/attention.py", ...))
+suite = Suite("task2", title="...", sources=("task2/attention.py", ...))
 
 CASES = [Case("ragged tail", why="65 rows: one past a tile of 64", small=True, rows=65, n=33), ...]
 

@@ -61,6 +61,15 @@ def load(stage: str, root: Path = ROOT) -> list[Piece]:
     return found
 
 
+def answers(stage: str, root: Path = ROOT) -> list[str]:
+    """The files of ``task2`` with something to write.
+
+    Raises:
+        HintError: see :func:`load`.
+    """
+    return list(dict.fromkeys(piece.file for piece in load(stage, root)))
+
+
 def pieces_of(file: str) -> list[Piece]:
     """The pieces of ``task2/attention_kernel.cu``, in the order of writing.
 

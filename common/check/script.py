@@ -11,7 +11,7 @@ import torch
 from common.check.case import CHECK_SETTINGS, LIMIT, Item, device_of
 from common.check.compare import CheckFailed
 from common.check.failure import describe_out_of_memory, indent, short_traceback
-from common.check.hints import HintError, show
+from common.check.hints import HintError, answers, show
 from common.check.rng import new_seed
 from common.check.run import SHOWN, run_groups
 from common.memory import NotEnoughMemory
@@ -131,6 +131,7 @@ def _run(suite: "Suite", options: argparse.Namespace) -> int:
         device=options.device,
         seed=options.seed,
         complete=options.complete,
+        answers=answers(suite.stage.name),
         fields=suite.fields,
     )
     if options.record:

@@ -2,6 +2,7 @@
 
 Record    what one run of a suite found, as JSON on disk
 Results   Results.md alone, which is rendered from the records
+refused   why a record is none that a run has written
 """
 
 from common.record.points import POINTS, WORTH, Worth, earned
@@ -15,9 +16,11 @@ from common.record.provenance import (
     sources_hash,
 )
 from common.record.record import Record, Stage, merge, write_json
-from common.record.results import checks_passed, render, summary
+from common.record.results import DEVICES, checks_passed, edited, render, summary
+from common.record.verify import refused
 
 __all__ = [
+    "DEVICES",
     "POINTS",
     "Record",
     "Stage",
@@ -27,11 +30,13 @@ __all__ = [
     "describe_machine",
     "describe_run",
     "earned",
+    "edited",
     "git_commit",
     "machine",
     "merge",
     "now",
     "provenance",
+    "refused",
     "render",
     "sources_hash",
     "summary",

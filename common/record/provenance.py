@@ -49,6 +49,57 @@ def sources_hash(patterns: Sequence[str], root: Path = ROOT) -> str:
     return digest.hexdigest()
 
 
+_DECIDING = (".py", ".cu", ".cuh", ".h", ".cpp", ".toml")
+# Folders of common/.
+# BEGIN STAFF, for students: _NOT_DECIDING = ("records",)
+_NOT_DECIDING = ("records", "staff", "tests")  # students have the first alone
+# END STAFF
+
+
+def hashes(stage: str, answers: Sequence[str], root: Path = ROOT) -> dict[str, str]:
+    """What a stage's result depends on besides its sources: a sha256 of its tests, of common/ and of its answers.
+
+    Of common/, code, headers and tables count. Records, texts and pictures decide nothing, and what is hidden was
+    built. Line ends do not count.
+
+    Args:
+        stage: its folder; the tests are ``test.py`` in it.
+        answers: the files that a student writes in, from the root.
+        root: the checkout.
+
+    Returns:
+        ``tests``, ``common`` and ``answers``.
+    """
+    common = [
+        path
+        for path in (root / "common").rglob("*")
+        if path.suffix in _DECIDING
+        and (inside := path.relative_to(root / "common").parts)[0] not in _NOT_DECIDING
+        and not any(part.startswith(".") for part in inside)
+    ]
+    files = {
+        "tests": [root / stage / "test.py"],
+        "common": common,
+        "answers": [root / file for file in answers],
+    }
+    return {
+        name: content_hash(
+            {p.relative_to(root).as_posix(): p.read_bytes() for p in paths if p.is_file()}
+        )
+        for name, paths in files.items()
+    }
+
+
+def content_hash(files: Mapping[str, bytes]) -> str:
+    """sha256 over the names and contents of files; line ends do not count."""
+    digest = hashlib.sha256()
+    for name, data in sorted(files.items()):
+        text = data.replace(b"\r\n", b"\n")
+        digest.update(f"{name}\0{len(text)}\0".encode())
+        digest.update(text)
+    return digest.hexdigest()
+
+
 # What grading and timing write: it does not make a checkout dirty.
 _WRITTEN = (
     "Results.md",
@@ -111,7 +162,8 @@ def describe_machine(facts: Mapping[str, Any]) -> str:
     if facts.get("transformers"):
         versions.append(f"transformers {facts['transformers']}")
     if "gpu" in facts:
-        hardware = f"{facts['gpu']} (driver {facts['driver'] or 'unknown'}, CUDA {facts['cuda']})"
+        driver = facts.get("driver") or "unknown"
+        hardware = f"{facts['gpu']} (driver {driver}, CUDA {facts.get('cuda')})"
     else:
         hardware = f"{facts['cpu']}, {facts['cores']} cores, {facts['system']}"
     return f"{hardware}, {', '.join(versions)}"

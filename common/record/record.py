@@ -1,6 +1,8 @@
 """What one run of a suite found, as JSON on disk."""
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 from common.marked import write_atomically
 from common.paths import ROOT
 from common.record.points import Worth, earned
-from common.record.provenance import provenance
+from common.record.provenance import hashes, provenance
 from common.timing import Benchmark, benchmark_lines, reference
 
 
@@ -39,6 +41,7 @@ class Record:
         device: "cpu" or "cuda".
         seed: of the random inputs.
         complete: whether all groups were requested.
+        answers: the files that a student writes in.
         fields: the names of the benchmarks that the suite promises.
         root: the checkout.
 
@@ -56,6 +59,7 @@ class Record:
         device: str,
         seed: int,
         complete: bool,
+        answers: Sequence[str] = (),
         fields: Sequence[str] = (),
         root: Path = ROOT,
     ) -> None:
@@ -70,6 +74,7 @@ class Record:
         self._finished = False
         self._reference: dict[str, float] | None = None
         self._run = provenance(stage.sources, device=device, seed=seed, root=root)
+        self._run["hashes"] = hashes(stage.name, answers, root)
 
     @property
     def ok(self) -> bool:
@@ -157,9 +162,21 @@ def merge(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> dict[str, An
     texts = dict(old.get("texts", {}))
     benchmarks |= {name: dict(found, run=run) for name, found in new["benchmarks"].items()}
     texts |= {name: {"text": text, "run": run} for name, text in new["texts"].items()}
-    return {**new, "fields": fields, "benchmarks": benchmarks, "texts": texts}
+    merged = {**new, "fields": fields, "benchmarks": benchmarks, "texts": texts}
+    return merged | {"digest": digest(merged)}
+
+
+def digest(entry: Mapping[str, Any]) -> str:
+    """sha256 of a stage's record, all but its own ``digest``: by it an edit is noticed.
+
+    It is no signature. Whoever edits a record can compute it anew; only a run by someone else proves what it says.
+    """
+    kept = {name: value for name, value in entry.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def write_json(path: Path, content: Any) -> None:
-    """JSON with a final newline, by atomic rename."""
-    write_atomically(path, json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    """JSON with a final newline, by atomic rename; a list of numbers stands on one line."""
+    text = json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False)
+    text = re.sub(r"\[\n([-+.\deE,\s]+)\]", lambda found: f"[{' '.join(found[1].split())}]", text)
+    write_atomically(path, text + "\n")

@@ -5,14 +5,18 @@ written by the program
 <!-- end: stages -->
 """
 
-from collections.abc import Mapping
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.marked import replace
+from common.marked import replace, sections
 from common.paths import ROOT
 from common.record.points import POINTS
-from common.record.provenance import describe_machine, describe_run, sources_hash
+from common.record.provenance import describe_machine, describe_run
+from common.record.verify import Stale
 from common.timing import show_rates, show_timing
 
 FIGURES = ("task4", "task5", "task6", "task7")  # tasks that are timed, or write a text
@@ -21,6 +25,11 @@ DEVICES = ("cpu", "cuda")
 # By device: {"device": "cuda", "stages": {"task4": what merge() made of its runs}}
 Records = Mapping[str, Mapping[str, Any]]
 Run = Mapping[str, Any]
+Changed = Callable[[Run], str]  # what has changed since a run of one stage
+
+_SEAL = (
+    "<!-- written by make grade: {} -->"  # the last line that it writes, with a hash of all others
+)
 
 
 def render(text: str, records: Records, root: Path = ROOT) -> str:
@@ -29,34 +38,39 @@ def render(text: str, records: Records, root: Path = ROOT) -> str:
     Raises:
         MarkerError: a marker is missing, doubled or out of place.
     """
-    stale = _Stale(root)
-    sections = {
+    return rendered(text, records, Stale(root))
+
+
+def rendered(text: str, records: Records, stale: Callable[[str, Run], str]) -> str:
+    """The same; ``stale`` says what has changed since a stage's run, see :class:`common.record.verify.Stale`."""
+    written = {
         "stages": _stages(records, stale),
-        **{task: _figures(task, records, stale) for task in FIGURES},
+        **{task: _figures(task, records, partial(stale, task)) for task in FIGURES},
         "machines": _machines(records),
     }
-    return replace(text, "grade", sections, file="Results.md")
+    text = replace(text, "grade", written, file="Results.md")
+    written["machines"].append(_seal(text))
+    return replace(text, "grade", written, file="Results.md")
 
 
-class _Stale:
-    """Have the sources of a run changed since? Hashes each set of sources once."""
+def edited(text: str) -> bool:
+    """Whether what stands between the markers of Results.md is something else than :func:`render` wrote there."""
+    return _seal(text) not in text
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._hashes: dict[tuple[str, ...], str] = {}
 
-    def __call__(self, run: Run) -> bool:
-        patterns = tuple(run["sources"]["patterns"])
-        if patterns not in self._hashes:
-            self._hashes[patterns] = sources_hash(patterns, self._root)
-        return self._hashes[patterns] != run["sources"]["sha256"]
+def _seal(text: str) -> str:
+    """Spaces at the end of a line do not count, which editors remove."""
+    pattern = re.escape(_SEAL).replace(r"\{\}", "[0-9a-f]*")
+    lines = [line.rstrip() for part in sections(text, "grade") for line in part.splitlines()]
+    kept = "\n".join(line for line in lines if not re.fullmatch(pattern, line))
+    return _SEAL.format(hashlib.sha256(kept.encode()).hexdigest())
 
 
 def _stage(records: Records, device: str, name: str) -> Mapping[str, Any] | None:
     return records.get(device, {}).get("stages", {}).get(name)
 
 
-def _stages(records: Records, stale: _Stale) -> list[str]:
+def _stages(records: Records, stale: Callable[[str, Run], str]) -> list[str]:
     lines = [
         "| task | checks on the CPU | checks on a GPU | points |",
         "|---|---|---|---|",
@@ -65,23 +79,25 @@ def _stages(records: Records, stale: _Stale) -> list[str]:
     for name, points in POINTS.items():
         entries = [_stage(records, device, name) for device in DEVICES]
         # The lower of the two machines counts, and only results of the sources as they are now.
-        current = [e["earned"] for e in entries if e is not None and not stale(e["run"])]
+        changed = partial(stale, name)
+        current = [e["earned"] for e in entries if e is not None and not changed(e["run"])]
         total += min(current, default=0)
-        cells = [_checks(entry, stale) for entry in entries]
+        cells = [_checks(entry, changed) for entry in entries]
         score = f"{min(current):g} of {points}" if current else f"- of {points}"
         lines.append(f"| {name} | {' | '.join(cells)} | {score} |")
     lines.append(f"| total | | | **{total:g} of {sum(POINTS.values())}** |")
     return lines
 
 
-def _checks(entry: Mapping[str, Any] | None, stale: _Stale) -> str:
+def _checks(entry: Mapping[str, Any] | None, changed: Changed) -> str:
     if entry is None:
         return "not run"
     text = checks_passed(entry)
     failed = [group["name"] for group in entry["groups"] if group["status"] != "passed"]
     if failed:
         text += f" ({', '.join(failed)}: {entry['status']})"
-    return text + (", **stale**: sources changed since" if stale(entry["run"]) else "")
+    what = changed(entry["run"])
+    return text + (f", **stale**: {what} changed since" if what else "")
 
 
 def checks_passed(entry: Mapping[str, Any]) -> str:
@@ -91,16 +107,16 @@ def checks_passed(entry: Mapping[str, Any]) -> str:
     return f"{passed} of {total}" if total else entry["status"]
 
 
-def _figures(name: str, records: Records, stale: _Stale) -> list[str]:
+def _figures(name: str, records: Records, changed: Changed) -> list[str]:
     cpu, cuda = (_stage(records, device, name) for device in DEVICES)
-    notes = _Footnotes(stale)
+    notes = _Footnotes(changed)
     benchmarks = (cuda or {}).get("benchmarks", {})
     fields = list(dict.fromkeys([*(cuda or {}).get("fields", []), *(cpu or {}).get("fields", [])]))
     lines = []
     if fields:
         lines += ["| | ours | rate | against | run |", "|---|---|---|---|---|"]
         lines += [_benchmark_row(field, benchmarks.get(field), notes) for field in fields]
-    texts = {**(cpu or {}).get("texts", {}), **_fresh((cuda or {}).get("texts", {}), cpu, stale)}
+    texts = {**(cpu or {}).get("texts", {}), **_fresh((cuda or {}).get("texts", {}), cpu, changed)}
     for title, text in texts.items():
         lines += ["", f"{title} [{notes.number(text['run'])}]:", ""]
         lines += [f"> {line}".rstrip() for line in _as_quote(text["text"])]
@@ -109,9 +125,9 @@ def _figures(name: str, records: Records, stale: _Stale) -> list[str]:
     return [*lines, "", *notes.lines()] if notes.runs else lines
 
 
-def _fresh(texts: Mapping[str, Any], other: object, stale: _Stale) -> dict[str, Any]:
-    """A text from a GPU comes first, unless its sources changed and the CPU has a newer one."""
-    return {k: v for k, v in texts.items() if not (other and stale(v["run"]))}
+def _fresh(texts: Mapping[str, Any], other: object, changed: Changed) -> dict[str, Any]:
+    """A text from a GPU comes first, unless it is stale and the CPU has a newer one."""
+    return {k: v for k, v in texts.items() if not (other and changed(v["run"]))}
 
 
 def _benchmark_row(field: str, found: Mapping[str, Any] | None, notes: "_Footnotes") -> str:
@@ -141,22 +157,23 @@ def _as_quote(text: str) -> list[str]:
 class _Footnotes:
     """The runs that a section's figures come from."""
 
-    def __init__(self, stale: _Stale) -> None:
-        self._stale = stale
+    def __init__(self, changed: Changed) -> None:
+        self._changed = changed
         self.runs: list[Run] = []
 
     def number(self, run: Run) -> str:
         if run not in self.runs:
             self.runs.append(run)
-        mark = ", **stale**" if self._stale(run) else ""
+        mark = ", **stale**" if self._changed(run) else ""
         return f"{self.runs.index(run) + 1}{mark}"
 
     def lines(self) -> list[str]:
         lines = []
         for number, run in enumerate(self.runs, 1):
             lines.append(f"[{number}] {describe_run(run)}" + ("  " if run != self.runs[-1] else ""))
-        if any(self._stale(run) for run in self.runs):
-            lines += ["", "Stale: the sources have changed since this was measured."]
+        if changed := {self._changed(run) for run in self.runs} - {""}:
+            what = " and ".join(sorted(changed))
+            lines += ["", f"Stale: {what} changed since this was measured."]
         return lines
 
 

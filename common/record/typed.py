@@ -8,8 +8,8 @@ def from_json(kind: Any, found: Any) -> Any:
     """A value of this type from what ``dataclasses.asdict`` and JSON made of it.
 
     Args:
-        kind: a dataclass, a ``dict`` with strings as keys, a ``list`` or ``X | None`` of such types. A value of any
-            other type is taken as it is.
+        kind: a dataclass, a ``dict`` with strings as keys, a ``list``, ``tuple[X, ...]`` or ``X | None`` of such
+            types. A value of any other type is taken as it is.
         found: what ``json.loads`` returned.
 
     Raises:
@@ -23,6 +23,6 @@ def from_json(kind: Any, found: Any) -> Any:
     inner = get_args(kind)
     if get_origin(kind) is dict:
         return {key: from_json(inner[1], value) for key, value in found.items()}
-    if get_origin(kind) is list:
-        return [from_json(inner[0], value) for value in found]
+    if get_origin(kind) in (list, tuple):
+        return get_origin(kind)(from_json(inner[0], value) for value in found)
     return from_json(inner[0], found) if inner[1:] == (type(None),) else found

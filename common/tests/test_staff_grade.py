@@ -26,13 +26,15 @@ def test_elsewhere_it_says_so(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def graded(tmp_path_factory):
-    """Three submissions, graded twice: what was printed, and the folder."""
+    """Three submissions, graded, and then verified: the folder of the results."""
     folder = tmp_path_factory.mktemp("grade")
     full = folder / "submissions/full"
     student_edition.make(full)
     restore(full, stages=[1])
     notes = full / "task1/notes.txt"
     notes.write_text("import os")
+    form = full / "Results.md"
+    form.write_text(form.read_text().replace("| - of 2 |", "| 1027 of 53 |"))
     kernel = full / "task2/attention_kernel.cu"
     kernel.write_text(kernel.read_text().replace("\n", "\r\n"))
     with zipfile.ZipFile(folder / "submissions/=one.zip", "w") as archive:
@@ -46,7 +48,7 @@ def graded(tmp_path_factory):
         arguments = [str(folder / "submissions"), "--out", str(folder / "out"), "--seed", "5"]
         statuses = [main(arguments)]
         patch.setattr(one, "_check", lambda *_: pytest.fail("graded again"))
-        statuses.append(main(arguments))
+        statuses.append(main([*arguments, "--verify"]))
     assert statuses == [0, 0]
     return folder / "out"
 
@@ -56,7 +58,7 @@ def test_a_row_for_each_submission(graded):
         rows = list(csv.DictReader(file))
     by_name = {row["submission"].lstrip("'="): row for row in rows}
     assert set(by_name) == {"full", "one", "broken"}
-    assert [by_name["full"][name] for name in (*POINTS, "total", "remarks")] == ["2", "0", "2", ""]
+    assert [by_name["full"][name] for name in (*POINTS, "total")] == ["2", "0", "2"]
     assert by_name["one"]["total"] == "2"
     assert "task2/attention_kernel.cu:" in by_name["one"]["remarks"]
     assert by_name["broken"]["total"] == "0" and "zip" in by_name["broken"]["remarks"]
@@ -69,6 +71,16 @@ def test_a_page_for_the_student(graded):
     assert "| task1 | 40 of 40 | 2 of 2 | passed |" in text
     assert "| task2 | - | 0 of 3 | task2 is not written |" in text
     assert "- task1/notes.txt" in text and "--seed 5" in text
+
+
+def test_what_a_submission_claims_is_beside_what_was_found(graded):
+    said = "task1: 1027 points in Results.md, 2 here"
+    assert f"- {said}\n" in (graded / "full/feedback.md").read_text()
+    assert said in json.loads((graded / "full/record.json").read_text())["claims"]["lines"]
+    with open(graded / "grades.csv", newline="") as file:
+        remarks = {row["submission"]: row["remarks"] for row in csv.DictReader(file)}
+    assert said in remarks["full"] and "Results.md, task1: 1027 of 53 points" in remarks["full"]
+    assert "Results.md is missing" in remarks["'=one"]
 
 
 def test_gradescope_gets_its_form(graded):

@@ -6,13 +6,14 @@ Reference   what PyTorch itself reaches on this GPU: a matrix product, a pure re
 """
 
 from common.timing.benchmark import (
+    IMPOSSIBLE,
     Benchmark,
     ImpossibleRate,
     benchmark_lines,
     show_rates,
     show_timing,
 )
-from common.timing.measure import Timing, all_alike, measure, microseconds
+from common.timing.measure import KEPT, Timing, all_alike, measure, microseconds
 from common.timing.reference import (
     Reference,
     float32_products,
@@ -25,7 +26,9 @@ from common.timing.sdpa import Backend, sdpa
 __all__ = [
     "Backend",
     "Benchmark",
+    "IMPOSSIBLE",
     "ImpossibleRate",
+    "KEPT",
     "Reference",
     "Timing",
     "all_alike",

@@ -10,7 +10,7 @@ from common.dtypes import dtype_name
 from common.timing.measure import Timing
 from common.timing.reference import PURE_READ, Reference
 
-_IMPOSSIBLE = 1.15  # of a measured rate, which itself varies by a few per cent
+IMPOSSIBLE = 1.15  # of a measured rate, which itself varies by a few per cent
 
 
 class ImpossibleRate(AssertionError):
@@ -68,6 +68,8 @@ class Benchmark:
             "baselines": {name: timing.as_record() for name, timing in self.baselines.items()},
             "speedups": {name: self.speedup(name) for name in self.baselines},
             "note": self.note,
+            "flops": self.flops,
+            "bytes": self.bytes,
         }
         if (rate := self.tflops) is not None:
             record["tflops"] = {"rate": rate}
@@ -83,7 +85,7 @@ class Benchmark:
         return record
 
     def _expect_possible(self, rate: float, limit: float, unit: str) -> None:
-        if rate > _IMPOSSIBLE * limit:
+        if rate > IMPOSSIBLE * limit:
             raise ImpossibleRate(
                 f"{self.name}: {rate:.0f} {unit} is impossible: this GPU reaches {limit:.0f};"
                 " the work was not done within the measured time, or it is counted wrong"
@@ -108,7 +110,9 @@ def show_rates(record: Mapping[str, Any]) -> list[str]:
         if found := record.get(key):
             text = f"{found['rate']:.{digits}g} {unit}"
             shown.append(
-                f"{text} ({found['share']:.0%} of {found['of']})" if "share" in found else text
+                f"{text} ({found['share']:.0%} of {found['of']})"
+                if {"share", "of"} <= found.keys()
+                else text
             )
     return shown
 

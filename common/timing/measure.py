@@ -13,30 +13,45 @@ from torch import Tensor
 _MAX_RUNS = 500
 _MIN_RUNS = 5
 _MAX_HEAD_START_MS = 10.0
+KEPT = 51  # samples of a timing at most: every 2 %, so that 10, 50 and 90 % are among them
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of one operation in milliseconds: median, 10th and 90th percentile, and how many runs."""
+    """The times of one operation in milliseconds: median, 10th and 90th percentile, and how many runs.
+
+    ``samples_ms`` are the times of the single runs in rising order, to six digits; of more than ``KEPT`` runs these are
+    the quantiles 0, 2, ..., 100 %. The median and the percentiles follow from them.
+    """
 
     median_ms: float
     p10_ms: float
     p90_ms: float
     n: int
+    samples_ms: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, samples_ms: Sequence[float]) -> "Timing":
         """From the times of single runs."""
         times = torch.tensor(samples_ms, dtype=torch.float64)
         p10, median, p90 = torch.quantile(times, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64))
-        return cls(median.item(), p10.item(), p90.item(), len(samples_ms))
+        steps = torch.linspace(0, 1, min(len(samples_ms), KEPT), dtype=torch.float64)
+        kept = tuple(_six_digits(time) for time in torch.quantile(times, steps).tolist())
+        return cls(median.item(), p10.item(), p90.item(), len(samples_ms), kept)
 
     def per(self, parts: int) -> "Timing":
         """The time of one of ``parts`` equal steps: a token of a loop over 100."""
-        return Timing(self.median_ms / parts, self.p10_ms / parts, self.p90_ms / parts, self.n)
+        kept = tuple(_six_digits(time / parts) for time in self.samples_ms)
+        return Timing(
+            self.median_ms / parts, self.p10_ms / parts, self.p90_ms / parts, self.n, kept
+        )
 
-    def as_record(self) -> dict[str, float | int]:
-        return asdict(self)
+    def as_record(self) -> dict[str, Any]:
+        return asdict(self) | {"samples_ms": list(self.samples_ms)}
+
+
+def _six_digits(time: float) -> float:
+    return float(f"{time:.6g}")
 
 
 def measure(

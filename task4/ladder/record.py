@@ -56,7 +56,12 @@ def load() -> dict[str, Record]:
 
 
 def save(precision: str, part: str, found: Times | Tables) -> None:
-    """Let ``found`` take the place of that part of a precision's record."""
+    """Let ``found`` take the place of that part of a precision's record; of times without their samples."""
     records = load()
     setattr(records.setdefault(precision, Record()), part, found)
-    write_json(TABLE, {name: asdict(record) for name, record in records.items()})
+    write_json(TABLE, {name: asdict(r, dict_factory=_statistics) for name, r in records.items()})
+
+
+def _statistics(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The table has some hundred times: with the samples of each it would be several times as large."""
+    return {name: value for name, value in fields if name != "samples_ms"}

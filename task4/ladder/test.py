@@ -29,7 +29,7 @@ SOURCES = (
     "task4/ladder/rungs.py",
     "task4/ladder/*call*.*",
 )
-suite = Suite("task4.ladder", title="the ladder of attention kernels", points=0, sources=SOURCES)
+suite = Suite("task4.ladder", title="the ladder of attention kernels", sources=SOURCES)
 
 SHORT = {FP32: "fp32", FP16: "fp16", BF16: "bf16"}
 CUDA = ("cuda",)

@@ -53,11 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         task = bar.add_task("submissions", total=len(found.submissions))
 
         def grade(entry: Submission) -> None:
-            result = one.graded(entry, fresh, options.out, options.seed, options.gpu)
+            result = one.graded(
+                entry, fresh, options.out, options.seed, gpu=options.gpu, verify=options.verify
+            )
             results[entry.name] = result
             write_atomically(csv_file, table(list(results.values())))
             bar.advance(task)
             notes = f"; {result['remarks'][0]}" if result["remarks"] else ""
+            if wrong := result.get("claims", {}).get("lines"):
+                notes += f"; {len(wrong)} of its claims do not fit"
             console.print(f"{entry.name}: {result['total']:g} of {sum(POINTS.values())}{notes}")
 
         with ThreadPoolExecutor(options.jobs) as pool:
@@ -88,6 +92,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--gpu", action="store_true", help="also check and time the kernels on this machine's GPU"
     )
     parser.add_argument("--seed", type=int, help="of the random inputs, the same for all")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare Results.md and the records of each submission with what is found",
+    )
     options = parser.parse_args(argv)
     if options.gpu and (toolchain.find_gpu() is None or not torch.cuda.is_available()):
         parser.error("--gpu: there is no GPU here that PyTorch can use")

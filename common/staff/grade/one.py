@@ -15,7 +15,7 @@ from common import child
 from common.marked import write_atomically
 from common.paths import ROOT
 from common.record import POINTS, WORTH, earned, write_json
-from common.staff.grade import submission
+from common.staff.grade import claims, submission
 from common.staff.grade.course import Course, fill_in
 from common.staff.grade.pages import Result, feedback, gradescope
 from common.staff.grade.submission import Submission, SubmissionError
@@ -26,10 +26,21 @@ LINES = 400  # of a stage's output that are kept
 NEEDS = {"task7": ("task4", "task5")}  # it has nothing of its own to write
 
 
-def graded(one: Submission, course: Course, out: Path, seed: int, gpu: bool) -> Result:
-    """Grade a submission and write its files in OUT/NAME; whatever happens costs this submission and no other."""
+def graded(
+    one: Submission, course: Course, out: Path, seed: int, *, gpu: bool, verify: bool
+) -> Result:
+    """Grade a submission and write its files in OUT/NAME; whatever happens costs this submission and no other.
+
+    Args:
+        gpu: see :func:`grade`.
+        verify: what it claims is compared with what was found.
+    """
     try:
-        result = grade(one, course, out, seed, gpu)
+        result = grade(one, course, out, seed, gpu=gpu)
+        result.pop("claims", None)
+        if verify:
+            result["claims"] = claims.verify(one, result, course)
+            write_json(out / one.name / "record.json", result)
     except Exception as error:
         empty = {stage: _nothing(stage, "not graded") for stage in POINTS}
         remark = f"NOT GRADED: {type(error).__name__}: {error}"
@@ -39,7 +50,7 @@ def graded(one: Submission, course: Course, out: Path, seed: int, gpu: bool) -> 
     return result
 
 
-def grade(one: Submission, course: Course, out: Path, seed: int, gpu: bool) -> Result:
+def grade(one: Submission, course: Course, out: Path, seed: int, *, gpu: bool) -> Result:
     """Grade a submission, or take what an earlier run has made of the same files.
 
     ``gpu``: also check and time its kernels on this machine's GPU.

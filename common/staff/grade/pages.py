@@ -21,6 +21,10 @@ def feedback(result: Result) -> str:
     lines += _speed(result)
     if result["remarks"]:
         lines += ["", *(f"- {remark}" for remark in result["remarks"])]
+    if claims := result.get("claims"):
+        lines += ["", "## What Results.md and the records say", ""]
+        lines += [f"- {line}" for line in claims["lines"] or ["It fits what was found."]]
+        lines += ["", claims["times"]] if claims["times"] else []
     for stage, found in result["stages"].items():
         if found["status"] not in ("passed", "not run"):
             lines += ["", f"## {stage}", "", "```text", *found["output"], "```"]
@@ -80,7 +84,7 @@ def table(results: Sequence[Result]) -> str:
     writer.writerow(["submission", *POINTS, "total", "remarks"])
     for result in sorted(results, key=lambda r: r["name"]):
         earned = [f"{found['earned']:g}" for found in result["stages"].values()]
-        remarks = "; ".join(result["remarks"])
+        remarks = "; ".join([*result["remarks"], *result.get("claims", {}).get("lines", [])])
         writer.writerow([_cell(result["name"]), *earned, f"{result['total']:g}", _cell(remarks)])
     return stream.getvalue()
 
