@@ -5,7 +5,8 @@ counts: it is put into a fresh student edition, and everything else is listed an
 process and the student's code in another one, in a sandbox where the system has one: it never sees the expected
 results, the seeds or the verdict.
 
-OUT/NAME/feedback.md is for the student, OUT/NAME/results.json for Gradescope, OUT/grades.csv for the course. A run
+OUT/NAME/feedback.md is for the student, OUT/NAME/viva.md (with --viva) for the instructor who talks to them,
+OUT/NAME/results.json for Gradescope, OUT/grades.csv for the course. A run
 that was interrupted goes on where it stopped.
 """
 
@@ -28,6 +29,7 @@ from common.staff.grade.one import Result
 from common.staff.grade.pages import table
 from common.staff.grade.submission import Submission
 from common.staff.judge import sandbox
+from common.staff.viva.page import viva
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             bar.advance(task)
             notes = f"; {result['remarks'][0]}" if result["remarks"] else ""
             console.print(f"{entry.name}: {result['total']:g} of {sum(POINTS.values())}{notes}")
+            if options.viva:
+                console.print(viva(entry, fresh, options.out, options.viva, result["seed"]))
 
         with ThreadPoolExecutor(options.jobs) as pool:
             try:
@@ -83,7 +87,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--csv", type=Path, metavar="FILE", help="default: OUT/grades.csv")
     parser.add_argument("--jobs", type=int, default=1, help="submissions at a time; default: 1")
     parser.add_argument("--seed", type=int, help="of the random inputs, the same for all")
+    parser.add_argument(
+        "--viva", type=int, default=0, metavar="N",
+        help="also write N questions about each submission's own code, with answers: OUT/NAME/viva.md",
+    )  # fmt: skip
     options = parser.parse_args(argv)
+    if options.viva < 0:
+        parser.error(f"--viva must be 0 (no questions) or more; got {options.viva}")
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1; got {options.jobs}")
     options.seed = new_seed() if options.seed is None else options.seed
