@@ -36,22 +36,21 @@ _LEAVES = re.compile(r"\s*(return|continue|break)\b")
 def cuda_changes(text: str, region: Region) -> Iterator[Change]:
     """The changes of a region of a .cu that stand on one line each."""
     lines, plain = split(text), split(_without_comments(text))
-    complete = True  # the line before has ended its statement
+    begins, depth = True, 0  # whether the line begins a statement; brackets that are open before it
     for number in range(region.begin, region.end - 1):  # indices of the lines between the marks
         line, code = lines[number], plain[number].strip()
-        begins, complete = (
-            complete,
-            not code or code[0] == "#" or code[-1] in ";{}):" and complete_(code),
-        )
-        if not begins or not code or code[0] in "#{}":
+        if not code:
             continue
-        for kind, new, how in _of_line(line.rstrip("\n"), code):
-            yield Change(kind, number + 1, _with(lines, number, new), how)
+        if begins and code[0] not in "#{}":
+            for kind, new, how in _of_line(line.rstrip("\n"), code):
+                yield Change(kind, number + 1, _with(lines, number, new), how)
+        depth += _opened(code)
+        begins = depth == 0 and (code[0] == "#" or code[-1] in ";{}):")
 
 
-def complete_(code: str) -> bool:
-    """Whether a line closes every bracket that it opens."""
-    return code.count("(") == code.count(")") and code.count("[") == code.count("]")
+def _opened(code: str) -> int:
+    """How many brackets a line opens and does not close."""
+    return sum(code.count(c) for c in "([") - sum(code.count(c) for c in ")]")
 
 
 def _of_line(line: str, code: str) -> Iterator[tuple[str, str, str]]:
@@ -70,7 +69,7 @@ def _of_line(line: str, code: str) -> Iterator[tuple[str, str, str]]:
     elif (choice := _CHOICE.search(code)) and _COMPARES.search(choice[1]):
         new = f"{line[: at + choice.start(1)]}true{line[at + choice.end(1) :]}"
         yield "guard", new, f"with `true` in place of `{choice[1]}`"
-    elif complete_(code) and rest.endswith(";") and not re.search("[{}]", rest):
+    elif _opened(code) == 0 and rest.endswith(";") and not re.search("[{}]", rest):
         if _BARRIER.match(rest):
             yield "barrier", f"{indent};", "without this line"
         elif _ASSIGNMENT.match(rest):

@@ -25,13 +25,14 @@ def about_splits(lab: Lab, code: Written, gpu: str, batch: int, kv_len: int) -> 
         return None
     if type(chosen) is not int or not 1 <= chosen <= kv_len:
         return None
+    most = max(1, kv_len // MIN_KEYS_PER_SPLIT)
     rows = [
         f"| {splits} | {blocks * splits} | {blocks * splits / slots:.2f} | {_fullness(blocks * splits, slots):.0%} |"
         for splits in sorted({1, 2, max(1, chosen - 1), chosen, chosen + 1})
     ]
     answer = (
-        f"**{chosen}**, says the code. {gpu[0].upper()}{gpu[1:]} holds {sms} x {BLOCKS_PER_SM} = {slots} blocks at once; a"
-        f" split should have at least {MIN_KEYS_PER_SPLIT} keys, so at most {max(1, kv_len // MIN_KEYS_PER_SPLIT)}"
+        f"**{chosen}**, says the code. {gpu[0].upper()}{gpu[1:]} holds {sms} x {BLOCKS_PER_SM} = {slots} blocks at"
+        f" once; a split should have at least {MIN_KEYS_PER_SPLIT} keys, so at most {most}"
         " splits.\n\n| splits | blocks | waves | how full the waves are |\n|---|---|---|---|\n"
         + "\n".join(rows)
     )
@@ -92,8 +93,8 @@ def about_measurement(records: Any, code: Written, name: str) -> Question | None
         "From common/records/cuda.json of the submission, which a student can edit."
     )
     ask = (
-        f"You measured {milliseconds:.4g} ms ({shape}). How many operations and bytes is that? Is it bound by operations"
-        " or by bytes, and how near is it to what the chip can do? What would you change next?"
+        f"You measured {milliseconds:.4g} ms ({shape}). How many operations and bytes is that? Is it bound by"
+        " operations or by bytes, and how near is it to what the chip can do? What would you change next?"
     )
     line = code.first(r"\bfor\b.*B_c", r"\bfor\b")
     return Question(

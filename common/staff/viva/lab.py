@@ -51,7 +51,7 @@ class Written:
         return enumerate(regions.split(self.region.lines), self.region.begin + 1)
 
     def first(self, *patterns: str) -> int:
-        """The first line in which one of these is found, the first pattern that is anywhere; else the first with code."""
+        """The first line with the first of these patterns that is found anywhere; else the first line with code."""
         for pattern in (*patterns, r"\w"):
             for number, line in self.lines():
                 if re.search(pattern, line.partition("//")[0].partition("#")[0]):
@@ -239,7 +239,7 @@ class Lab:
 
 
 def _launch(counts: Any, file: str, plain: Callable[[str], str]) -> Launch | None:
-    """What the student's process says that it has counted in a launch of one kernel; what is not of this form is left out."""
+    """What the student's process says of a launch of one kernel; what is not of the right form is left out."""
     barriers: dict[tuple[int, ...], int] = {}
     accesses: list[Access] = []
     kernels: list[list[str]] = []
@@ -251,9 +251,10 @@ def _launch(counts: Any, file: str, plain: Callable[[str], str]) -> Launch | Non
         elif word == "block" and len(fields) == 2 and _numbers([*fields[0].split(), fields[1]], 4):
             barriers[tuple(map(int, fields[0].split()))] = int(fields[1])
         elif word == "shared" and len(fields) == 6 and _numbers(fields[2:], 4):
-            if (at := place.fullmatch(fields[0])) and fields[1] in ("reads", "writes"):
+            at, verb = place.fullmatch(fields[0]), fields[1]
+            if at and verb in ("reads", "writes"):
                 helper = int(at[2]) if at[2] else None
-                accesses.append(Access(int(at[1]), helper, fields[1], *map(int, fields[2:])))
+                accesses.append(Access(int(at[1]), helper, verb, *map(int, fields[2:])))
     if len(kernels) != 1:
         return None
     name, *numbers = kernels[0]

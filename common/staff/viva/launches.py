@@ -139,6 +139,9 @@ def _cost(access: Access) -> str:
 # Occupancy --------------------------------------------------------------------------------------------
 
 
+KIB = 1024
+
+
 class Gpu(NamedTuple):
     """Limits of an SM: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"."""
 
@@ -148,13 +151,12 @@ class Gpu(NamedTuple):
     shared: int  # bytes
     shared_of_block: int
 
-    @property
-    def reserved(self) -> int:
-        """Bytes of shared memory that CUDA takes for itself in each block."""
-        return 1024 if self.arch >= 80 else 0
+    def taken(self, shared: int) -> int:
+        """Bytes of shared memory that a block takes: in whole units, and from sm_80 on 1 KiB for CUDA itself."""
+        unit, own = (128, KIB) if self.arch >= 80 else (256, 0)
+        return -(-(shared + own) // unit) * unit
 
 
-KIB = 1024
 REGISTERS = 64 * KIB  # of an SM, on all of them
 GPUS = (
     Gpu(75, 1024, 16, 64 * KIB, 64 * KIB),
@@ -180,7 +182,7 @@ def blocks_per_sm(gpu: Gpu, threads: int, shared: int, registers: int | None) ->
     limits = {"threads": gpu.threads // (32 * warps), "blocks": gpu.blocks}
     if shared:
         fits = shared <= gpu.shared_of_block
-        limits["shared memory"] = gpu.shared // (shared + gpu.reserved) if fits else 0
+        limits["shared memory"] = gpu.shared // gpu.taken(shared) if fits else 0
     if registers:
         of_warp = -(-registers * 32 // 256) * 256  # taken in units of 256, and by warps in fours
         limits["registers"] = REGISTERS // of_warp // 4 * 4 // warps
@@ -266,7 +268,8 @@ def about_tiles(lab: Lab, code: Written, folder: str) -> Question | None:
     skips = sum(causal.barriers.values()) < sum(every.barriers.values())
     verdict = "tiles above the diagonal are skipped" if skips else "no tile is skipped"
     answer = (
-        f"Barriers that each block passes, {ATTENTION}, counted on the CPU; every tile passes the same number:\n\n"
+        f"Barriers that each block passes, {ATTENTION}, counted on the CPU. A tile that is visited passes as"
+        " many as any other:\n\n"
         "| blockIdx.x | not causal | causal |\n|---|---|---|\n"
         + "\n".join(rows)
         + f"\n\nSo {verdict}."

@@ -34,14 +34,25 @@ def viva(one: Submission, course: Course, out: Path, number: int, seed: int) -> 
     Returns:
         The page.
     """
+    try:
+        text, mark = _viva(one, course, out, number, seed)
+    except Exception as error:  # whatever happens costs this submission and no other
+        text, mark = (
+            _page(one.name, number, [], f"No questions: {type(error).__name__}: {error}"),
+            "",
+        )
+    write_atomically(out / one.name / "viva.md", text + mark)
+    return text
+
+
+def _viva(one: Submission, course: Course, out: Path, number: int, seed: int) -> tuple[str, str]:
+    """The page, and the line at its end that says what it was made of."""
     page = out / one.name / "viva.md"
     files = [name for names in course.files.values() for name in names]
     try:
         found = submission.read(one, [*files, RECORDS]).files
     except SubmissionError as error:
-        text = _page(one.name, number, [], f"It cannot be read: {error}.")
-        write_atomically(page, text)
-        return text
+        return _page(one.name, number, [], f"It cannot be read: {error}."), ""
     key = hashlib.sha256(f"{course.version} {number} {seed}".encode())
     for path in sorted((ROOT / PROBE).glob("*.py")):
         key.update(path.read_bytes())
@@ -49,7 +60,7 @@ def viva(one: Submission, course: Course, out: Path, number: int, seed: int) -> 
         key.update(name.encode() + b"\0" + hashlib.sha256(data).digest())
     mark = f"<!-- viva: {key.hexdigest()} -->\n"
     if page.is_file() and (before := page.read_text(encoding="utf-8")).endswith(mark):
-        return before.removesuffix(mark)
+        return before.removesuffix(mark), mark
     with tempfile.TemporaryDirectory(prefix="viva-", dir=course.edition.parent) as folder:
         student = Path(folder) / "edition"
         shutil.copytree(course.edition, student)
@@ -58,11 +69,10 @@ def viva(one: Submission, course: Course, out: Path, number: int, seed: int) -> 
         order = {"number": number, "seed": seed, "name": one.name, "records": records}
         asked, problem = _ask(student, order, course, out)
     if not asked and not problem:
-        nothing = untouched.issuperset(course.files) and "Nothing is written in it."
+        stages = {stage for stage, names in course.files.items() if names}
+        nothing = stages <= untouched and "Nothing is written in it."
         problem = nothing or "Nothing that can be asked about is written in it."
-    text = _page(one.name, number, asked, problem)
-    write_atomically(page, text + mark)
-    return text
+    return _page(one.name, number, asked, problem), mark
 
 
 def _records(data: bytes) -> Any:
@@ -80,10 +90,13 @@ def _ask(
     hidden = [path for path in hidden if path.is_dir() and path != Path("/")]
     file = student.parent / "order.json"
     file.write_text(json.dumps({**order, "hide": [str(path) for path in hidden]}))
+    questions = student.parent / "questions"
+    questions.touch()
     command = [sys.executable, "-m", "common.staff.viva.probe", str(student), str(file)]
+    command += [str(questions)]
     lines: list[str] = []
     status = child.run(command, SECONDS, lines.append, cwd=course.edition)
-    asked = [json.loads(line) for line in lines if line.startswith('{"kind": ')]
+    asked = [json.loads(line) for line in questions.read_text(encoding="utf-8").splitlines()]
     for question in asked:
         text = regions.split((student / question["file"]).read_text(encoding="utf-8"))
         question["code"] = text[question["line"] - 1].rstrip("\n")
@@ -103,7 +116,7 @@ def _page(name: str, number: int, asked: Sequence[Mapping[str, Any]], problem: s
         lines += [shown(problem), ""]
     elif len(asked) < number:
         lines += [
-            "There is no more to ask: the rest of the stages is not written, or has no such line.",
+            "No more could be computed: the other stages are not written, or do not work.",
             "",
         ]
     for count, question in enumerate(asked, start=1):

@@ -1,7 +1,8 @@
-"""``python -m common.staff.viva.probe STUDENT ORDER``: chooses questions about a student's code, and computes the answers.
+"""``python -m common.staff.viva.probe STUDENT ORDER QUESTIONS``: questions about a student's code, and their answers.
 
 It runs in a student edition without answers, as the judge does, and the student's code runs in the judge's sandbox.
-ORDER is a file of JSON: ``number``, ``seed``, ``name``, ``records`` and ``hide``. Each question is a line of JSON on stdout.
+ORDER is a file of JSON: ``number``, ``seed``, ``name``, ``records`` and ``hide``. QUESTIONS gets each
+question as a line of JSON, as soon as it is computed.
 """
 
 import argparse
@@ -74,7 +75,7 @@ def choose(found: Sequence[Candidate], number: int, seed: str) -> Iterator[Quest
     stages: Counter[str] = Counter()
     asked: set[tuple[str, object]] = set()
     tries = 3 * number + 10
-    while left and len(asked) < 2 * number and tries:
+    while left and tries and kinds.total() < number:
         candidate = min(left, key=lambda c: (kinds[c.kind], stages[c.stage]))
         left.remove(candidate)
         tries -= 1
@@ -91,10 +92,11 @@ def choose(found: Sequence[Candidate], number: int, seed: str) -> Iterator[Quest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the questions, a line of JSON each, as soon as each is computed."""
+    """Write the questions."""
     parser = argparse.ArgumentParser(prog="python -m common.staff.viva.probe")
     parser.add_argument("student", type=Path, help="a student edition with what the student wrote")
     parser.add_argument("order", type=Path, help="JSON: number, seed, name, records, hide")
+    parser.add_argument("questions", type=Path, help="the file that they are written to")
     options = parser.parse_args(argv)
     order = json.loads(options.order.read_text(encoding="utf-8"))
     student = options.student.resolve()
@@ -103,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = list(candidates(bench, lab.written(student), order["records"]))
         with standing_in(bench, marked_functions()):
             for question in choose(found, order["number"], f"{order['name']} {order['seed']}"):
-                print(json.dumps(asdict(question)), flush=True)
+                with options.questions.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(question)) + "\n")
     return 0
 
 

@@ -87,7 +87,7 @@ def _question(kind: str, code: Written, line: int, ask: str, answer: str, fact: 
 
 def _quoted(text: str) -> str:
     """A text as a block of code, at most 25 lines of it."""
-    lines = text.splitlines()
+    lines = [line[:300] for line in text.splitlines()]
     lines[25:] = ["..."] if lines[25:] else []
     return "\n".join(f"    {line}" for line in lines)
 
