@@ -125,7 +125,9 @@ def candidates(kinds=6, stages=3):
         )
 
     return [
-        Candidate(f"k{kind}", f"task{stage}", lambda kind=kind, stage=stage: compute(kind, stage))
+        Candidate(
+            f"k{kind}", f"task{stage}", "", lambda kind=kind, stage=stage: compute(kind, stage)
+        )
         for kind in range(kinds)
         for stage in range(stages)
     ]
@@ -141,10 +143,16 @@ def test_the_choice_is_the_seeds_and_spreads():
 
 
 def test_what_has_no_answer_or_the_same_one_is_not_asked():
-    nothing = Candidate("k0", "task1", lambda: None)
+    nothing = Candidate("k0", "task1", "", lambda: None)
     same = candidates(1, 1) * 3
     assert len(list(probe.choose([nothing, *same], 3, "ann"))) == 1
     assert list(probe.choose([nothing] * 100, 3, "ann")) == []
+
+
+def test_of_a_function_that_fails_only_that_is_asked():
+    fails = Question("failure", "task0", "f", 1, "", "", "")
+    broken = [Candidate("k0", "task0", "f", lambda: fails)] * 50
+    assert len(list(probe.choose([*broken, *candidates(1, 3)], 4, "ann"))) == 4
 
 
 # Figures ------------------------------------------------------------------------------------------------

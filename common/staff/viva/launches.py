@@ -76,9 +76,7 @@ CALLS = {
 
 
 def counted(lab: Lab, code: Written, folder: str) -> Launch | None:
-    """The kernel's launch on small inputs, counted once; None if the code is not right, or it fails."""
-    if lab.unchanged(code)[0]:
-        return None
+    """The kernel's launch on small inputs, counted once; None if it fails."""
     return lab.once(
         ("launch", code.function), lambda: lab.count(folder, code.file, CALLS[code.function].run)
     )

@@ -61,17 +61,16 @@ def _viva(one: Submission, course: Course, out: Path, number: int, seed: int) ->
     mark = f"<!-- viva: {key.hexdigest()} -->\n"
     if page.is_file() and (before := page.read_text(encoding="utf-8")).endswith(mark):
         return before.removesuffix(mark), mark
+    stages = {stage for stage, names in course.files.items() if names}
     with tempfile.TemporaryDirectory(prefix="viva-", dir=course.edition.parent) as folder:
         student = Path(folder) / "edition"
         shutil.copytree(course.edition, student)
         records = _records(found.pop(RECORDS, b""))
         _, untouched = fill_in(student, found, course)
         order = {"number": number, "seed": seed, "name": one.name, "records": records}
+        if stages <= untouched:
+            return _page(one.name, number, [], "Nothing is written in it."), mark
         asked, problem = _ask(student, order, course, out)
-    if not asked and not problem:
-        stages = {stage for stage, names in course.files.items() if names}
-        nothing = stages <= untouched and "Nothing is written in it."
-        problem = nothing or "Nothing that can be asked about is written in it."
     return _page(one.name, number, asked, problem), mark
 
 

@@ -11,18 +11,21 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.paths import ROOT
 from common.staff.judge.check import marked_functions
 from common.staff.judge.remote import standing_in
 from common.staff.viva import changes, figures, lab, launches, questions
 from common.staff.viva.lab import Lab, Written
 from common.staff.viva.questions import Candidate, Question
+
+Compute = Callable[[], Question | None]
 
 LINES = 3  # with bank conflicts, of a kernel
 DECODES = (
@@ -36,32 +39,38 @@ DECODES = (
 def candidates(bench: Lab, written: Sequence[Written], records: Any) -> Iterator[Candidate]:
     """All that may be asked. Every changed file is made here, before the student's process starts."""
     for code in written:
-        stage, is_cuda = code.stage, code.file.endswith(".cu")
-        if is_cuda or not (lab.ROOT / stage / "attention_kernel.cu").exists():
-            find = changes.cuda_changes if is_cuda else changes.python_changes
-            for change in find(code.text, code.region):
-                folder = bench.add(code.file, change.text)
-                ask = partial(questions.about_change, bench, code, change, folder)
-                yield Candidate(change.kind, stage, ask)
-            yield Candidate("failure", stage, partial(questions.about_failure, bench, code))
-        if is_cuda and code.function in launches.CALLS:
-            folder = bench.add_counted(code.file, code.text)
-            for nth in range(LINES):
-                ask = partial(launches.about_conflicts, bench, code, folder, nth)
-                yield Candidate("conflicts", stage, ask)
-            ask = partial(launches.about_occupancy, bench, code, folder)
-            yield Candidate("occupancy", stage, ask)
-            if code.function == "flashattention_kernel":
-                yield Candidate("tiles", stage, partial(launches.about_tiles, bench, code, folder))
+        for kind, compute in _of_function(bench, code):
+            yield Candidate(kind, code.stage, code.function, partial(_ask, bench, code, compute))
         if code.function in ("flashattention_kernel", "flash_attention_decode_kernel"):
-            for name in figures.measured(records, stage):
+            for name in figures.measured(records, code.stage):
                 ask = partial(figures.about_measurement, records, code, name)
-                yield Candidate("measured", stage, ask)
+                yield Candidate("measured", code.stage, code.function, ask)
         if code.function == "_fewest_splits":
             for decode in DECODES:
-                yield Candidate(
-                    "splits", stage, partial(figures.about_splits, bench, code, *decode)
-                )
+                ask = partial(figures.about_splits, bench, code, *decode)
+                yield Candidate("splits", code.stage, code.function, ask)
+
+
+def _ask(bench: Lab, code: Written, compute: Compute) -> Question | None:
+    """What fails without any change is asked first."""
+    return questions.about_failure(bench, code) if bench.unchanged(code)[0] else compute()
+
+
+def _of_function(bench: Lab, code: Written) -> Iterator[tuple[str, Compute]]:
+    """Kinds of questions about code that is right, and what computes them."""
+    is_cuda = code.file.endswith(".cu")
+    if is_cuda or not (ROOT / code.stage / "attention_kernel.cu").exists():
+        find = changes.cuda_changes if is_cuda else changes.python_changes
+        for change in find(code.text, code.region):
+            folder = bench.add(code.file, change.text)
+            yield change.kind, partial(questions.about_change, bench, code, change, folder)
+    if is_cuda and code.function in launches.CALLS:
+        folder = bench.add_counted(code.file, code.text)
+        for nth in range(LINES):
+            yield "conflicts", partial(launches.about_conflicts, bench, code, folder, nth)
+        yield "occupancy", partial(launches.about_occupancy, bench, code, folder)
+        if code.function == "flashattention_kernel":
+            yield "tiles", partial(launches.about_tiles, bench, code, folder)
 
 
 def choose(found: Sequence[Candidate], number: int, seed: str) -> Iterator[Question]:
@@ -82,11 +91,15 @@ def choose(found: Sequence[Candidate], number: int, seed: str) -> Iterator[Quest
         question = candidate.compute()
         if question is None:
             continue
+        if question.kind == "failure":
+            left = [
+                c for c in left if (c.stage, c.function) != (candidate.stage, candidate.function)
+            ]
         keys = {("fact", question.fact), ("line", (question.file, question.line, question.kind))}
         if keys & asked:
             continue
         asked |= keys
-        kinds[candidate.kind] += 1
+        kinds[question.kind] += 1
         stages[candidate.stage] += 1
         yield question
 

@@ -27,10 +27,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something that may be asked; ``compute`` gives the question, or None if there is nothing to ask."""
+    """Something that may be asked of a function; ``compute`` gives the question, or None if there is nothing to ask."""
 
     kind: str
     stage: str
+    function: str
     compute: Callable[[], Question | None]
 
 
@@ -47,8 +48,6 @@ def about_change(lab: Lab, code: Written, change: Change, folder: str) -> Questi
 
     A barrier that can go unnoticed is worth a question, too.
     """
-    if lab.unchanged(code)[0]:
-        return None
     with lab.changed(folder, code.file):
         category, text = lab.failure(code)
     if category in FOUND:
