@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 
 import pytest
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.console import Console
 from common import regions
 from common.paths import ROOT
 from common.staff import student_edition
+from common.staff.grade import __main__ as grade
 from common.staff.grade.course import course
 from common.staff.grade.submission import Submission
 from common.staff.judge import sandbox
@@ -227,6 +229,24 @@ def test_the_limits_of_an_sm_are_those_of_the_cpu_layer():
 def test_blocks_on_an_a100(threads, shared, registers, blocks, limit):
     a100 = next(gpu for gpu in launches.GPUS if gpu.arch == 80)
     assert launches.blocks_per_sm(a100, threads, shared, registers) == (blocks, limit)
+
+
+def test_the_command_prints_the_page_of_the_seed_that_graded(tmp_path, monkeypatch, capsys):
+    (tmp_path / "ann/task1").mkdir(parents=True)
+    result = {"name": "ann", "total": 0, "remarks": [], "failed": False, "seed": 5}
+    result["stages"] = {}
+    calls = []
+    monkeypatch.setattr(grade, "course", lambda console: nullcontext("fresh"))
+    monkeypatch.setattr(grade.one, "graded", lambda *_: result)
+    monkeypatch.setattr(grade, "table", lambda results: "")
+    monkeypatch.setattr(grade, "viva", lambda *rest: calls.append(rest) or "# ann: [1] of 2")
+    out = tmp_path / "out"
+    assert grade.main([str(tmp_path / "ann"), "--out", str(out), "--viva", "2"]) == 0
+    assert [(c[0].name, *c[1:]) for c in calls] == [("ann", "fresh", out, 2, 5)]
+    assert "# ann: [1] of 2" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        grade.main([str(tmp_path), "--viva", "-1"])
+    assert "--viva must be 0 (no questions) or more; got -1" in capsys.readouterr().err
 
 
 # Submissions --------------------------------------------------------------------------------------------

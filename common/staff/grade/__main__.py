@@ -5,9 +5,8 @@ counts: it is put into a fresh student edition, and everything else is listed an
 process and the student's code in another one, in a sandbox where the system has one: it never sees the expected
 results, the seeds or the verdict.
 
-OUT/NAME/feedback.md is for the student, OUT/NAME/viva.md (with --viva) for the instructor who talks to them,
-OUT/NAME/results.json for Gradescope, OUT/grades.csv for the course. A run
-that was interrupted goes on where it stopped.
+OUT/NAME/feedback.md is for the student, OUT/NAME/results.json for Gradescope, OUT/NAME/viva.md (with --viva) for the
+talk with the student, OUT/grades.csv for the course. A run that was interrupted goes on where it stopped.
 """
 
 import argparse
