@@ -38,6 +38,7 @@ class Settings:
     eager_copies: bool = False
     threads: int | None = None
     limit: float = 0
+    count: bool = False
 
 
 _settings = Settings()
@@ -56,6 +57,7 @@ def using(
     eager_copies: bool = False,
     threads: int | None = None,
     limit: float | None = None,
+    count: bool = False,
 ) -> Iterator[None]:
     """A context that sets how launches on the CPU run. Launches on a GPU are not affected.
 
@@ -66,6 +68,7 @@ def using(
         eager_copies: the data of cp.async arrives at once; otherwise as late as the kernel's waits allow.
         threads: OS threads that run the blocks; None: one per core.
         limit: seconds for the kernels of one launch, which then fails; 0: none; None: as around this context.
+        count: keep what a launch of the build that finds races takes of shared memory, for :func:`counts`.
 
     Raises:
         ValueError: ``order`` is none of the three, or ``limit`` is negative.
@@ -77,7 +80,7 @@ def using(
         limit = _settings.limit
     elif not 0 <= limit < math.inf:
         raise ValueError(f"limit must be 0 (none) or more seconds; got {limit}")
-    before, _settings = _settings, Settings(check, order, seed, eager_copies, threads, limit)
+    before, _settings = _settings, Settings(check, order, seed, eager_copies, threads, limit, count)
     try:
         yield
     finally:
@@ -335,6 +338,11 @@ def allocated() -> int:
     return _runtime().take_allocated() if _configured else 0
 
 
+def counts() -> list[str]:
+    """What was counted in this thread's last launch on the CPU; takes it. See ``Runtime.take_counts``."""
+    return _runtime().take_counts() if _configured else []
+
+
 def _registering(call: Callable[[Arguments], None]) -> Callable[[Arguments], None]:
     """The same, with the CPU layer knowing where the tensors are."""
     runtime = _runtime()
@@ -373,6 +381,7 @@ def _configure(runtime: Any, settings: Settings) -> None:
             eager_copies=settings.eager_copies,
             threads=settings.threads or 0,  # 0: one per core; None would change nothing
             limit=settings.limit,
+            count=settings.count,
         )
         _configured = settings
 

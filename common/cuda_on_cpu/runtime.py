@@ -58,6 +58,7 @@ class Runtime:
         library.cuda_on_cpu_end.restype = None
         library.cuda_on_cpu_take_launched.restype = ctypes.c_char_p
         library.cuda_on_cpu_take_allocated.restype = ctypes.c_size_t
+        library.cuda_on_cpu_take_counts.restype = ctypes.c_char_p
         self._begin, self._end = library.cuda_on_cpu_begin, library.cuda_on_cpu_end
 
     def configure(
@@ -68,6 +69,7 @@ class Runtime:
         threads: int | None = None,
         arch: str | None = None,
         limit: float | None = None,
+        count: bool | None = None,
     ) -> None:
         """Change how kernels run from now on; None leaves a setting unchanged.
 
@@ -76,6 +78,7 @@ class Runtime:
         threads: OS threads that run the blocks; 0: one per core.
         arch: the GPU whose limits apply, such as "sm_90" (default: CUDA_ON_CPU_ARCH, or sm_80).
         limit: seconds for all kernels between ``begin`` and ``end``, or for one launched elsewhere; 0: none.
+        count: keep what the kernels of check builds took of shared memory, for ``take_counts``.
         """
         if order is not None and order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
@@ -86,7 +89,7 @@ class Runtime:
         if limit is not None and not 0 <= limit < math.inf:
             raise ValueError(f"limit must be 0 (none) or more seconds; got {limit}")
         settings = {"order": order, "seed": seed, "eager_copies": eager_copies, "threads": threads}
-        settings["limit"] = limit
+        settings["limit"], settings["count"] = limit, count
         settings["arch"] = arch and re.sub(r"[af]$", "", arch).removeprefix("sm_")
         for name, value in settings.items():
             if value is not None:
@@ -125,6 +128,15 @@ class Runtime:
     def take_allocated(self) -> int:
         """The bytes that this thread asked for with cudaMalloc and cudaMallocAsync, since as above."""
         return self._library.cuda_on_cpu_take_allocated()
+
+    def take_counts(self) -> list[str]:
+        """What was counted in the kernels that this thread launched, since as above; fields are separated by ``|``.
+
+        ``kernel|NAME|threads|static bytes|dynamic bytes`` says what a block takes; ``block|X Y Z|barriers``, for each
+        block, how many barriers it passed. For each place where block (0, 0, 0) accesses shared memory there is
+        ``shared|PLACE|reads or writes|bytes|instructions|passes|passes without bank conflicts``, of all its warps.
+        """
+        return _with_lines(self._library.cuda_on_cpu_take_counts().decode()).splitlines()
 
     def take_error(self) -> str | None:
         """What went wrong in this thread's launches since the last call, or None."""

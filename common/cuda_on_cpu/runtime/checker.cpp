@@ -102,6 +102,7 @@ void check_shared(Worker& worker, uintptr_t address, size_t bytes, Access access
              : "out of range: the kernel has no shared memory; was its size given in the launch?";
     worker.fail(cudaErrorIllegalAddress, what, show_place(pc, worker.running()));
   }
+  if (__builtin_expect(worker.counts(), 0)) worker.count_shared(offset, bytes, access, pc);
   Cell* cells = worker.shared_cells.get() + offset;
   Conflict conflict =
       record_access(cells, bytes, access, worker.running(), pc, worker.block_serial, true, false);

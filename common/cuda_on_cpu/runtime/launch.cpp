@@ -148,6 +148,7 @@ void launch_blocks(const LaunchConfig& config, const LaunchSite& site, ThreadBod
     TimeLimit limit(launch, call);
     run_on_pool(launch, threads);
   }
+  call.counts += launch.counts;
   if (launch.failed) set_host_error(launch.error, std::move(launch.error_text));
 }
 

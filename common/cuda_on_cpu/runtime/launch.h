@@ -45,6 +45,9 @@ struct Launch {
   /// Keeps the first error of the launch; the blocks not yet begun will not run.
   void fail(cudaError_t code, std::string text);
 
+  std::mutex counts_lock{};
+  std::string counts{};  // if settings.count; see cuda_on_cpu_take_counts
+
   std::mutex error_lock{};
   cudaError_t error = cudaSuccess;
   std::string error_text{};

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 #include <vector>
 
 #include "../include/cuda_runtime.h"
@@ -13,6 +14,7 @@ struct LauncherCall {
   double seconds = 0;  // that its kernels ran
   std::vector<const char*> kernels;  // as written before <<<; literals of its library
   size_t allocated_bytes = 0;
+  std::string counts;  // see cuda_on_cpu_take_counts
 };
 
 /// The call that the calling thread is in or, until the next one begins, was in.

@@ -9,7 +9,7 @@
 using namespace cuda_on_cpu;
 
 /// order forward|reverse|random, seed, eager_copies 0|1, threads (0: one per core), arch (80 for
-/// sm_80), limit (seconds; 0: none)
+/// sm_80), limit (seconds; 0: none), count 0|1
 extern "C" void cuda_on_cpu_configure(const char* name, const char* value) {
   std::lock_guard<std::mutex> guard(launch_lock());
   Settings& s = settings();
@@ -23,6 +23,7 @@ extern "C" void cuda_on_cpu_configure(const char* name, const char* value) {
   if (is("eager_copies")) s.eager_copies = std::strcmp(value, "0") != 0;
   if (is("threads")) s.threads = std::atoi(value);
   if (is("arch")) s.arch = std::atoi(value);
+  if (is("count")) s.count = std::strcmp(value, "0") != 0;
   if (is("limit")) s.limit = std::strtod(value, nullptr);
 }
 
@@ -55,6 +56,16 @@ extern "C" const char* cuda_on_cpu_take_launched() {
   text.clear();
   for (const char* kernel : launcher_call().kernels) text.append(kernel).append("\n");
   launcher_call().kernels.clear();
+  return text.c_str();
+}
+
+/// What was counted in the launcher's kernels, while configured; takes it. Valid until the next call. Lines:
+///   kernel|NAME|threads of a block|static and dynamic bytes of shared memory
+///   block|X Y Z|barriers that it passed
+///   shared|... of block (0, 0, 0), see SharedTrace::take
+extern "C" const char* cuda_on_cpu_take_counts() {
+  static thread_local std::string text;
+  text = std::exchange(launcher_call().counts, "");
   return text.c_str();
 }
 

@@ -1,6 +1,7 @@
 // Running a block: which fiber goes next, barriers, and what to report when none can go on.
 #include <algorithm>
 #include <cstring>
+#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -134,6 +135,7 @@ void Worker::begin_block(uint64_t index) {
   conflict_.what.clear();
   ready_head_ = ready_count_ = 0;
   barrier_.arrived = 0;
+  if (launch->settings.count && launch->site.checked && index == 0) trace_ = std::make_unique<SharedTrace>();
 
   for (unsigned w = 0; w * 32 < threads_; ++w) {
     unsigned lanes = std::min(32u, threads_ - w * 32);
@@ -167,7 +169,27 @@ void Worker::run_block(uint64_t index) {
   end_block();
 }
 
+void Worker::count_shared(size_t offset, size_t bytes, Access access, const void* pc) {
+  const Fiber& me = running();
+  if (access == Access::copy_in_flight || me.state != Fiber::State::ready) return;
+  trace_->add(me, phase, offset, bytes, access != Access::read, pc);
+}
+
+/// Adds what was counted in this block to what the launch counts.
+void Worker::keep_counts() {
+  std::lock_guard<std::mutex> guard(launch->counts_lock);
+  const uint3& at = block.index;
+  launch->counts += format("block|%u %u %u|%u\n", at.x, at.y, at.z, phase);
+  if (!trace_) return;
+  launch->counts += format("kernel|%s|%u|%zu|%zu\n", launch->site.kernel, threads_, shared.static_bytes(),
+                           block.dynamic_shared_bytes);
+  std::istringstream lines(trace_->take());
+  for (std::string line; std::getline(lines, line);) launch->counts += "shared|" + line + "\n";
+  trace_.reset();
+}
+
 void Worker::end_block() {
+  if (launch->settings.count && launch->site.checked) keep_counts();
   if (!block_failed_) {
     if (const SharedVariable* v = shared.damaged()) {
       std::string declared = v->file ? format(" (declared at %s:%d)", v->file, v->line) : "";

@@ -17,6 +17,7 @@ struct Settings {
   int threads = 0;  // OS threads; 0: one per core
   int arch = 80;    // compute capability, 80 for sm_80
   double limit = 0;  // seconds for the kernels of one call of a launcher; 0: for ever
+  bool count = false;  // keep what launches of a check build took of shared memory, see Counts
 };
 
 /// Limits from the CUDA C++ programming guide, "Technical Specifications per Compute Capability".

@@ -11,6 +11,7 @@
 #include "launch.h"
 #include "race_check.h"
 #include "shared_memory.h"
+#include "shared_trace.h"
 
 namespace cuda_on_cpu {
 
@@ -134,6 +135,10 @@ class Worker {
   /// Reports an error of the block as a whole.
   void fail_block(cudaError_t code, const std::string& what);
 
+  /// Only what a thread does by itself is counted: not what lands later, nor what a warp does as a whole.
+  [[gnu::cold, gnu::noinline]] void count_shared(size_t offset, size_t bytes, Access access, const void* pc);
+  bool counts() const { return trace_ != nullptr; }
+
   Warp& warp_of(const Fiber& fiber) { return warps_[fiber.warp]; }
   Fiber& fiber(unsigned rank) { return *fibers_[rank]; }
   unsigned threads() const { return threads_; }
@@ -172,6 +177,7 @@ class Worker {
   uint64_t permuted(uint64_t index) const;
   void begin_block(uint64_t index);
   void end_block();
+  void keep_counts();
   void report_fault();
   void report_overdue(const Fiber& thread, const std::string& place);
 
@@ -224,6 +230,7 @@ class Worker {
   struct {
     unsigned arrived = 0, votes = 0;
   } released_;
+  std::unique_ptr<SharedTrace> trace_;  // of this block's accesses, if they are counted
 };
 
 /// The place of what a thread does, like show_place() but with the calls that lead there.

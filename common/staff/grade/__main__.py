@@ -5,8 +5,8 @@ counts: it is put into a fresh student edition, and everything else is listed an
 process and the student's code in another one, in a sandbox where the system has one: it never sees the expected
 results, the seeds or the verdict.
 
-OUT/NAME/feedback.md is for the student, OUT/NAME/results.json for Gradescope, OUT/grades.csv for the course. A run
-that was interrupted goes on where it stopped.
+OUT/NAME/feedback.md is for the student, OUT/NAME/results.json for Gradescope, OUT/NAME/viva.md (with --viva) for the
+talk with the student, OUT/grades.csv for the course. A run that was interrupted goes on where it stopped.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from common.staff.grade.one import Result
 from common.staff.grade.pages import table
 from common.staff.grade.submission import Submission
 from common.staff.judge import sandbox
+from common.staff.viva.page import viva
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if wrong := result.get("claims", {}).get("lines"):
                 notes += f"; {len(wrong)} of its claims do not fit"
             console.print(f"{entry.name}: {result['total']:g} of {sum(POINTS.values())}{notes}")
+            if options.viva:
+                console.print(viva(entry, fresh, options.out, options.viva, result["seed"]))
 
         with ThreadPoolExecutor(options.jobs) as pool:
             try:
@@ -97,9 +100,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="compare Results.md and the records of each submission with what is found",
     )
+    parser.add_argument(
+        "--viva", type=int, default=0, metavar="N",
+        help="also write N questions about each submission's own code, with answers: OUT/NAME/viva.md",
+    )  # fmt: skip
     options = parser.parse_args(argv)
     if options.gpu and (toolchain.find_gpu() is None or not torch.cuda.is_available()):
         parser.error("--gpu: there is no GPU here that PyTorch can use")
+    if options.viva < 0:
+        parser.error(f"--viva must be 0 (no questions) or more; got {options.viva}")
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1; got {options.jobs}")
     options.seed = new_seed() if options.seed is None else options.seed

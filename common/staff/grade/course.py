@@ -24,7 +24,7 @@ class Course:
     """What every submission is graded with.
 
     Attributes:
-        edition: a student edition without answers, with the judge in it, and built.
+        edition: a student edition without answers, with the judge and the viva in it, and built.
         files: the files with something to write, by stage.
         version: a hash of the edition.
     """
@@ -47,6 +47,7 @@ def course(console: Console) -> Iterator[Course]:
         version = hashlib.sha256()
         for path in tree:
             version.update(f"{path.relative_to(edition)}\0".encode() + path.read_bytes())
+        shutil.copytree(ROOT / "common/staff/viva", edition / "common/staff/viva", ignore=ignore)
         files = {stage: answers(stage) for stage in POINTS}
         for stage in (s for s, f in files.items() if any(name.endswith(".cu") for name in f)):
             console.print(f"building {stage} of the edition")

@@ -133,6 +133,8 @@ def _of(source: str) -> Kernels:
 def _launch(answer: dict, source: str, name: str, arguments: dict) -> None:
     _of(source).launch(name, **arguments)
     answer.update(launched=library.launched(), allocated=library.allocated())
+    if library.settings().count:
+        answer["counts"] = library.counts()
 
 
 def _query(answer: dict, source: str, name: str, arguments: dict) -> int:
