@@ -38,12 +38,13 @@ from common.check.progress import progress
 from common.check.rng import new_seed
 from common.marked import write_atomically
 from common.paths import ROOT
-from common.record import describe_run, provenance
+from common.record import POINTS, describe_run, provenance
 from common.record.grid import Grid
 from common.staff.student_edition import tracked_files
 
 FOLDER = Path(__file__).resolve().parent / "mutants"
 TABLE = FOLDER / "RESULTS.md"
+STAGES = range(1, len(POINTS) + 1)
 RUNS = 20  # with inputs of their own
 SECONDS = 600  # for one mutant
 LIMIT = 10.0  # seconds for a case
@@ -86,11 +87,12 @@ class Outcome:
         return not self.lives
 
 
-def load(stages: Iterable[int] = (1, 2, 3, 4, 5, 6)) -> list[Mutant]:
-    """All mutants of these stages."""
+def load(stages: Iterable[int] = STAGES) -> list[Mutant]:
+    """All mutants of these stages; a stage with nothing to write has none."""
     found = []
-    for stage in (f"task{n}" for n in stages):
-        data = tomllib.loads((FOLDER / f"{stage}.toml").read_text(encoding="utf-8"))
+    files = (FOLDER / f"task{n}.toml" for n in stages)
+    for stage, file in ((file.stem, file) for file in files if file.exists()):
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
         found += [Mutant(stage, **({"file": data["file"]} | entry)) for entry in data["mutant"]]
     return found
 
@@ -291,15 +293,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m common.staff.mutate", description=__doc__.splitlines()[0]
     )
-    stages = range(1, 7)
     parser.add_argument(
         "--stage",
         type=int,
         nargs="+",
-        choices=stages,
-        default=list(stages),
+        choices=STAGES,
+        default=list(STAGES),
         metavar="N",
-        help="only the mutants of these (1 to 6)",
+        help="only these (1 to 7; 7 has nothing written, and so no mutants)",
     )
     parser.add_argument(
         "--reference", action="store_true", help="the solutions as they are: all have to pass"
