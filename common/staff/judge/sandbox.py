@@ -1,6 +1,6 @@
 """What a student's process may do: no network, no other process, and of the disk only a copy of its own folder.
 
-Linux's namespaces do that, by ``unshare`` and ``mount`` of util-linux, without root. Where the system forbids them, the
+Linux's namespaces do that, by ``unshare``, ``mount`` and ``setpriv`` of util-linux, without root. Where the system forbids them, the
 limits on memory, processes and files remain, and :func:`missing` says what is not held back.
 """
 
@@ -23,23 +23,34 @@ LIMITS = {
 DISK = "1g"  # for its folder, and for /tmp: in memory, gone with the process
 
 # sh -c SCRIPT sh FOLDER ENVIRONMENT PYTHON HIDDEN... : hide folders, make the rest read-only, go to a copy of FOLDER.
-# ENVIRONMENT and PYTHON, on which it is based, may lie in a hidden folder.
+# ENVIRONMENT and PYTHON, on which it is based, may lie in a hidden folder. What is bound from a read-only mount is
+# read-only, too. /run has the sockets of services, which would do what they are asked outside of the sandbox; /dev has
+# disks.
 _SCRIPT = f"""
 set -e
 folder=$1 environment=$2 python=$3; shift 3
+while read -r _ _ _ _ point _; do
+  mount -o remount,bind,ro "$(printf %b "$point")" 2>/dev/null || :
+done < /proc/self/mountinfo
 mount -t tmpfs -o size={DISK} tmpfs /mnt
-mkdir /mnt/folder /mnt/environment /mnt/python
+mkdir /mnt/folder /mnt/environment /mnt/python /mnt/dev /mnt/dev/shm
 cp -r "$folder/." /mnt/folder
 mount --rbind "$environment" /mnt/environment
 mount --rbind "$python" /mnt/python
+ln -s /proc/self/fd /mnt/dev/fd
+for device in /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/nvidia*; do
+  [ -c "$device" ] || continue
+  : > "/mnt$device"; mount --bind "$device" "/mnt$device"
+done
 while [ "$1" != -- ]; do mount -t tmpfs -o size=1m tmpfs "$1"; shift; done; shift
 mount -t tmpfs -o size={DISK} tmpfs /tmp
+mount -t tmpfs -o size=1m tmpfs /run
+mount --rbind /mnt/dev /dev
 mount -t tmpfs -o size={DISK} tmpfs /dev/shm
 mkdir -p "$folder" "$environment" "$python"
 mount --rbind /mnt/environment "$environment"
 mount --rbind /mnt/python "$python"
 mount --rbind /mnt/folder "$folder"
-mount -o remount,bind,ro / 2>/dev/null || true
 cd "$folder"
 exec "$@"
 """
@@ -58,12 +69,16 @@ def command(folder: Path, hidden: Sequence[Path] = ()) -> list[str]:
         return before
     kept = [str(folder), sys.prefix, sys.base_prefix]
     script = ["sh", "-c", _SCRIPT, "sh", *kept, *map(str, hidden), "--"]
-    return [*_UNSHARE, *script, *before]
+    return [*_UNSHARE, *script, *_POWERLESS, *before]
 
 
 _UNSHARE = [
     "unshare", "--user", "--map-root-user", "--net", "--ipc", "--pid", "--fork", "--kill-child",
     "--mount", "--mount-proc",
+]  # fmt: skip
+# Root in there could take the mounts away again, and read and write what they protect.
+_POWERLESS = [
+    "setpriv", "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all", "--no-new-privs", "--",
 ]  # fmt: skip
 
 
@@ -71,7 +86,7 @@ _UNSHARE = [
 def _namespaces() -> bool:
     """Whether this system allows them."""
     try:
-        mount = ["sh", "-c", "mount -t tmpfs tmpfs /mnt"]
+        mount = ["sh", "-c", 'mount -t tmpfs tmpfs /mnt; exec "$@"', "sh", *_POWERLESS, "true"]
         done = subprocess.run([*_UNSHARE, *mount], capture_output=True, check=False, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return False
@@ -84,7 +99,7 @@ def missing() -> list[str]:
     if not _namespaces():
         said.append(
             "submissions can use the network and read this account's files: this system allows no namespaces"
-            " (unshare --user --net --mount)"
+            " (unshare --user --net --mount, setpriv)"
         )
     if not shutil.which("prlimit"):
         said.append("submissions have no limits on memory and processes: there is no prlimit")
