@@ -194,10 +194,13 @@ def layer_matches_float64(case: Case, device: torch.device, rng: Rng) -> None:
     # A layer that keeps a mask from its first call is wrong in a later one.
     for seq, causal in ((case.seq, False), (case.seq, True), (case.seq + 5, True)):
         x = rng.randn(case.batch, seq, width)
+        # First: the layer shares the weights, and must not change what it is compared with.
+        truth = through(attention_float64, causal, torch.float64)
+        pytorch = through(attention_pytorch, causal, torch.float32)
         assert_close(
             layer(x, causal=causal),
-            through(attention_float64, causal, torch.float64),
-            through(attention_pytorch, causal, torch.float32),
+            truth,
+            pytorch,
             axes=("batch", "row", "column"),
             suspects={
                 "causal is not passed on": lambda c=causal: through(

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ def feedback(result: Result) -> str:
         lines += ["", *(f"- {remark}" for remark in result["remarks"])]
     for stage, found in result["stages"].items():
         if found["status"] not in ("passed", "not run"):
-            lines += ["", f"## {stage}", "", "```text", *found["output"], "```"]
+            lines += ["", f"## {stage}", "", *_fenced(found["output"])]
     again = f"`python -m taskN.test --device cpu --both --seed {result['seed']}`"
     lines += ["", f"The same inputs again: {again}."]
     if result["ignored"]:
@@ -30,6 +31,14 @@ def feedback(result: Result) -> str:
         lines += [f"- {name}" for name in result["ignored"][:20]]
         lines += [f"- and {len(result['ignored']) - 20} more"] if result["ignored"][20:] else []
     return "\n".join(lines) + "\n"
+
+
+def _fenced(lines: Sequence[str]) -> list[str]:
+    """Lines as they are, whatever the code that was graded has written into them."""
+    lines = ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines]
+    longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [f"{fence}text", *lines, fence]
 
 
 def _checks(found: Result) -> str:

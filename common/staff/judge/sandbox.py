@@ -1,7 +1,7 @@
 """What a student's process may do: no network, no other process, and of the disk only a copy of its own folder.
 
-Linux's namespaces do that, by ``unshare``, ``mount`` and ``setpriv`` of util-linux, without root. Where the system forbids them, the
-limits on memory, processes and files remain, and :func:`missing` says what is not held back.
+Linux's namespaces do that, by ``unshare``, ``mount`` and ``setpriv`` of util-linux, without root. Where the system
+forbids them, the limits on memory, processes and files remain, and :func:`missing` says what is not held back.
 """
 
 import functools
