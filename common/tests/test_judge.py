@@ -79,7 +79,7 @@ def test_the_sandbox_hides_and_holds_back(edition, tmp_path):
     for line in open("/proc/self/mountinfo"):
         if libc.umount2(line.split()[4].encode(), 2) == 0: found.append("unmounted " + line)
     if libc.mount(b"none", b"/", None, 4096 | 32, None) == 0: found.append("made / writable")
-    if os.listdir("/run"): found.append("sockets of services")
+    if set(os.listdir("/run")) - {{"mount"}}: found.append("sockets of services")
     for path in ("{secret}/x", "{ROOT}/x", "/etc/x", os.path.expanduser("~/x"), sys.prefix + "/x", sys.base_prefix + "/x"):
         try:
             with open(path, "w") as file: file.write("x")
