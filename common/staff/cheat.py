@@ -140,8 +140,8 @@ def examine(cheat: Cheat, fresh: Course, scratch: Path, seed: int) -> Outcome:
 
 def judged(cheat: Cheat, result: Result) -> Outcome:
     """What came out, against what should have."""
-    page = feedback(result)
-    said = next((line for line in page.splitlines() if cheat.reason in line), "")
+    page = [*result["remarks"], *feedback(result).splitlines()]
+    said = next((line for line in page if cheat.reason in line), "")
     wrong = ""
     if cheat.honest and result["total"] != cheat.points:
         wrong = f"an honest submission got {result['total']:g} of {cheat.points:g} points"
