@@ -244,3 +244,11 @@ def test_the_class_that_is_made_can_be_read(fresh, tmp_path):
     found = find([tmp_path / "class"])
     assert len(found.submissions) == number == len(entries) + 12 and not found.others
     assert {one.path.suffix for one in found.submissions} == {"", ".zip"}
+
+
+def test_the_table_is_of_these_cheats():
+    lines = cheat.TABLE.read_text().splitlines()
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| ")]
+    names = [entry.name for entry in cheat.load()]
+    assert sorted(row for row in rows if row not in ("submission", "---")) == sorted(names)
+    assert len(CHEATS) >= 25 and not any("it may have" in line for line in lines)
