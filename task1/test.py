@@ -108,10 +108,11 @@ def calls_do_not_depend_on_earlier_ones(case: Case, device: torch.device, rng: R
     layer = make_layer(mha)
     for seq, causal in ((case.seq, True), (9, True), (case.seq, False), (40, True), (9, False)):
         x = rng.randn(case.batch, seq, hidden(case))
+        truth, pytorch = float64_attention(mha, x, causal), reference(mha, x, causal)
         assert_close(
             layer(x, causal=causal),
-            float64_attention(mha, x, causal),
-            reference(mha, x, causal),
+            truth,
+            pytorch,
             axes=AXES,
             suspects=suspects(mha, x, causal),
         )
@@ -129,8 +130,8 @@ def weights_are_part_of_the_module(case: Case, device: torch.device, rng: Rng) -
         f"state_dict() should hold w_qkv and w_o; it holds {sorted(layer.state_dict())}"
     )
     x = make_x(case, rng)
-    got = layer.to(torch.float64)(x.double())
     truth, pytorch = float64_attention(mha, x, causal=False), reference(mha, x, causal=False)
+    got = layer.to(torch.float64)(x.double())
     assert_close(got, truth, pytorch, axes=AXES, dtype=torch.float64)
 
 
@@ -162,15 +163,18 @@ def compare(case: Case, device: torch.device, rng: Rng, *, causal: bool) -> None
     x = make_x(case, rng)
     kept = x.clone()
     layer = make_layer(mha, separate=case.values.get("separate", False))
+    # float64 loses what float32 does, scaled.
+    narrow = torch.float32 if case.dtype == torch.float64 else case.dtype
+    # First: the layer may share the weights, and must not change what it is compared with.
+    truth = float64_attention(mha, x, causal)
+    pytorch = reference(copy.deepcopy(mha).to(narrow), x.to(narrow), causal)
     with written_out():
         got = layer(x, causal=causal)
     assert torch.equal(x, kept), "x was changed"
-    # float64 loses what float32 does, scaled.
-    narrow = torch.float32 if case.dtype == torch.float64 else case.dtype
     assert_close(
         got,
-        float64_attention(mha, x, causal),
-        reference(copy.deepcopy(mha).to(narrow), x.to(narrow), causal),
+        truth,
+        pytorch,
         axes=AXES,
         suspects=suspects(mha, x, causal),
         dtype=case.dtype,

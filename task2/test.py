@@ -55,12 +55,13 @@ def softmax_matches_float64(case, device, rng):
     def by_pytorch(x, dim=dim):
         return x.softmax(dim).nan_to_num(0.0)
 
+    truth, pytorch = by_pytorch(x.double()), by_pytorch(x)  # first: a kernel could change x
     with _outputs(case, "out"), Watch() as did:
         got = attention.test_batched_softmax(x, dim)
     assert_close(
         got,
-        by_pytorch(x.double()),
-        by_pytorch(x),
+        truth,
+        pytorch,
         axes=("batch", "row", "column")[-x.dim() :],
         suspects={
             NOT_ZERO.format("row of nothing but -inf"): lambda: x.double().softmax(dim),
@@ -142,12 +143,13 @@ def _matrix(case, rng, m, n):
 @suite.check("gemm", GEMM)
 def gemm_nt_matches_float64(case, device, rng):
     a, b = _matrices(case, rng, (case.M, case.K), (case.N, case.K))
+    truth, pytorch = a.double() @ b.double().mT, a @ b.mT
     with _outputs(case, "C"), Watch() as did:
         got = attention.test_batched_GEMM_NT(a, b)
     assert_close(
         got,
-        a.double() @ b.double().mT,
-        a @ b.mT,
+        truth,
+        pytorch,
         axes=("batch", "row", "column"),
         tile={"row": 32, "column": 32},
     )
@@ -157,12 +159,13 @@ def gemm_nt_matches_float64(case, device, rng):
 @suite.check("gemm", GEMM)
 def gemm_nn_matches_float64(case, device, rng):
     a, b = _matrices(case, rng, (case.M, case.K), (case.K, case.N))
+    truth, pytorch = a.double() @ b.double(), a @ b
     with _outputs(case, "C"), Watch() as did:
         got = attention.test_batched_GEMM_NN(a, b)
     assert_close(
         got,
-        a.double() @ b.double(),
-        a @ b,
+        truth,
+        pytorch,
         axes=("batch", "row", "column"),
         tile={"row": 32, "column": 32},
     )
@@ -209,12 +212,13 @@ def attention_matches_float64(case, device, rng):
             t.squeeze(2) for t in lay_out(layout, *(t.unsqueeze(2) for t in (q, k, value)))
         )
     heads = [t.unflatten(-1, (case.heads, case.head_dim)) for t in (q, k, value)]
+    truth, pytorch = (f(*heads, causal=causal) for f in (attention_float64, attention_pytorch))
     with _outputs(case, "out"), Watch() as did:
         got = attention.custom_attention(q, k, value, case.heads, causal)
     assert_close(
         got.unflatten(-1, (case.heads, case.head_dim)),
-        attention_float64(*heads, causal=causal),
-        attention_pytorch(*heads, causal=causal),
+        truth,
+        pytorch,
         axes=("batch", "row", "head", "column"),
         suspects=mistakes(*heads, causal=causal),
     )
@@ -240,13 +244,15 @@ def layer_matches_float64(case, device, rng):
     # Twice: a layer that keeps a mask or scores from its first call is wrong in the second.
     for seq, causal in ((case.seq, case.causal), (case.seq - 7, not case.causal)):
         x = rng.randn(case.batch, seq, case.hidden)
+        truth = by(attention_float64, x.double(), [w.double() for w in weights], causal)
+        pytorch = by(attention_pytorch, x, weights, causal)
         with Watch() as did:
             got = layer(x, causal=causal)
         did.expect_written()
         assert_close(
             got,
-            by(attention_float64, x.double(), [w.double() for w in weights], causal),
-            by(attention_pytorch, x, weights, causal),
+            truth,
+            pytorch,
             axes=("batch", "row", "column"),
         )
         did.expect({"task2 custom_attention": 1}, memory=None, torch_computes=True)

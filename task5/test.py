@@ -294,6 +294,7 @@ def every_step_matches_float64(case, device, rng):
             # the projections, the kernel's output, partial results of the splits: but not the cache
             memory = 16 * got.nbytes + 4 * case.batch * splits * (h + case.heads)
             did.expect({"task5 update_kv_cache": 1, attend: 1}, memory=memory, torch_computes=True)
+            did.expect_projections_only("task5/attention.py")
         pos += n
 
 

@@ -5,7 +5,7 @@ python -m task6.test [--prefill] [--decode] [--generate] [--check]
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
@@ -227,22 +227,26 @@ def compare_logits(case, device, rng):
     kv_cache = None if own else model.new_kv_cache(case.batch, seq + case.values.get("room", 3))
     for cache in (cache for layer in kv_cache or () for cache in layer):
         hide_(cache)  # what is not written yet must not be read
-    parts, pos, decode = [], 0, Watch()
+    # First: the attention has the weights, and must not change what it is compared with.
+    truth, pytorch = (plain_logits(model, tokens, t) for t in (torch.float64, dtype))
+    parts, pos, prefill, decode = [], 0, Watch(), Watch()
     with count_launches() as launches:
         for n in case.chunks:
-            with decode if n == 1 else nullcontext():
+            with decode if n == 1 else prefill:
                 logits, kv_cache = model(tokens[:, pos : pos + n], kv_cache, pos)
             parts.append(logits)
             pos += n
     assert_close(
         torch.cat(parts, dim=1),
-        plain_logits(model, tokens, torch.float64),
-        plain_logits(model, tokens, dtype),
+        truth,
+        pytorch,
         axes=AXES,
         suspects=suspects(model, tokens, case.chunks),
     )
     expect_launches(launches, case.layers, case.chunks)
     decode.expect_small(_largest_in_a_step(case, seq, device, dtype))
+    for did in (prefill, decode):
+        did.expect_projections_only("task6/attention.py")
 
 
 def _largest_in_a_step(case, seq, device, dtype):
@@ -376,15 +380,18 @@ GENERATE = [
 def greedy_tokens_equal_a_plain_model(case, device, rng):
     model = make_model(case, device, rng)
     prompt = rng.integers(0, case.vocab, case.batch, case.prompt)
-    kept = prompt.clone()
-    with count_launches() as launches:
+    kept, weights = prompt.clone(), [weight.clone() for weight in model.parameters()]
+    with count_launches() as launches, Watch() as did:
         tokens = generate(model, prompt, case.new)
     assert torch.equal(prompt, kept), "generate() changed the prompt"
+    # Otherwise the plain model below would have the same wrong ones.
+    assert all(map(torch.equal, model.parameters(), weights)), "generate() changed the weights"
     assert tokens.shape == (case.batch, case.new), (
         f"generate() should return {(case.batch, case.new)} tokens; got {tuple(tokens.shape)}"
     )
     check_greedy(model, prompt, tokens)
     expect_launches(launches, case.layers, (case.prompt, *(1,) * (case.new - 1)))
+    did.expect_projections_only("task6/attention.py")
     if case.new >= 100:  # else a model that always writes the same token could pass
         different = min(len(set(row)) for row in tokens.tolist())
         assert different >= 15, (

@@ -25,8 +25,13 @@ from common.check.frames import own_line
 from common.check.poison import is_poison
 
 # Operations that give memory or set it to a constant. Views compute nothing either.
-_HARMLESS = ("empty", "new_empty", "zero", "fill", "_unsafe_view", "lift_fresh", "detach")
+_HARMLESS = ("empty", "new_empty", "zero", "fill", "unsafe_view", "lift_fresh", "detach")
 _COPIES = ("clone", "copy", "contiguous", "to_copy", "repeat", "cat", "stack")
+# What a layer around attention kernels computes: projections, and rotations written out.
+_PROJECTIONS = (
+    *("addmm", "baddbmm", "bmm", "linear", "matmul", "mm"),
+    *("add", "div", "mul", "neg", "rsub", "sub", "arange"),
+)
 _ROOM = 1024  # bytes that nobody minds: lengths, flags
 
 
@@ -105,6 +110,20 @@ class Watch(TorchDispatchMode):
         if self.largest[0] > size:
             raise CheckFailed(
                 f"the result is right, but nothing over {size:,} bytes is needed, and {self.largest[1]}"
+            )
+
+    def expect_projections_only(self, file: str) -> None:
+        """CheckFailed if this file has computed more with PyTorch than products and sums, such as an exponential.
+
+        With a launch whose result is not used and an attention of PyTorch's, launches and result would be right.
+        """
+        names = [name for name in self.computed if f"({file}:" in name]
+        more = [n for n in names if n.partition(" ")[0].strip("_") not in _PROJECTIONS]
+        more = [name for name in more if not name.strip("_").startswith(_COPIES)]
+        if more:
+            raise CheckFailed(
+                f"the result is right, but PyTorch computed {', '.join(dict.fromkeys(more))};"
+                " here the kernels compute the attention"
             )
 
     def expect(

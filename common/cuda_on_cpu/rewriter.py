@@ -42,7 +42,7 @@ class RewriteError(ValueError):
 
 
 @dataclass(frozen=True)
-class _Token:
+class Token:
     kind: str
     text: str
     line: int
@@ -68,7 +68,7 @@ class _File:
 
     def __init__(self, source: str, path: str | Path):
         self.path = path
-        self.tokens = _tokens(source)
+        self.tokens = tokens_of(source)
         self.out: list[str] = []
         self.scopes: list[str] = []  # of each open brace: "namespace", "class" or "function"
         self.bodies: list[str] = []  # of each open brace: in a "kernel", in a "lambda", or ""
@@ -86,7 +86,7 @@ class _File:
 
     def rewritten(self) -> str:
         tokens, i = self.tokens, 0
-        gpu_only = _GpuOnlyRegions()
+        gpu_only = GpuOnlyRegions()
         while i < len(tokens):
             token = tokens[i]
             if token.kind == "directive":
@@ -118,14 +118,14 @@ class _File:
                 i += 1
         return "".join(self.out)
 
-    def _directive(self, token: _Token) -> None:
+    def _directive(self, token: Token) -> None:
         for construct in ("<<<", "__shared__"):
             if construct in token.text and re.match(r"\s*#\s*define\b", token.text):
                 message = f"{construct} inside a macro cannot be run on the CPU; use a function"
                 raise self.error(token.line, message)
         self.out.append(token.text)
 
-    def _track(self, token: _Token) -> None:
+    def _track(self, token: Token) -> None:
         """Follow the braces, to know whether a declaration is inside a function."""
         if token.blank:
             return
@@ -348,7 +348,7 @@ class _File:
             else:
                 return start
 
-    def _without_specifiers(self, words: list[_Token], line: int) -> tuple[bool, str, list[_Token]]:
+    def _without_specifiers(self, words: list[Token], line: int) -> tuple[bool, str, list[Token]]:
         """Split off extern, static and alignment: (is it extern, its alignment or "", the rest)."""
         external, alignment, rest, i = False, "", [], 0
         while i < len(words):
@@ -371,7 +371,7 @@ class _File:
             i += 1
         return external, alignment, rest
 
-    def _declarators(self, words: list[_Token], line: int) -> tuple[str, list[tuple[str, str]]]:
+    def _declarators(self, words: list[Token], line: int) -> tuple[str, list[tuple[str, str]]]:
         """Split `float a[2], b` into the type and (name, dimensions) of each variable."""
         parts, depth = [[]], 0
         for token in words:
@@ -505,7 +505,7 @@ class _File:
         raise self.error(line, f"{closer} without {opener} before <<<")
 
 
-class _GpuOnlyRegions:
+class GpuOnlyRegions:
     """Follows #if to know the parts that only nvcc compiles: those are left as they are."""
 
     def __init__(self) -> None:
@@ -535,21 +535,22 @@ class _GpuOnlyRegions:
             )
 
 
-def _tokens(source: str) -> list[_Token]:
+def tokens_of(source: str) -> list[Token]:
+    """The text in pieces; what has no end, such as a comment, is "other"."""
     tokens, line = [], 1
     for match in _TOKEN.finditer(source):
         kind = match.lastgroup if match.lastgroup != "delimiter" else "string"
-        tokens.append(_Token(kind, match[0], line))
+        tokens.append(Token(kind, match[0], line))
         line += match[0].count("\n")
     return tokens
 
 
-def _flat(tokens: list[_Token]) -> str:
+def _flat(tokens: list[Token]) -> str:
     """The tokens on one line, without comments."""
     return "".join(" " if t.blank else t.text for t in tokens)
 
 
-def _one_line(tokens: list[_Token]) -> str:
+def _one_line(tokens: list[Token]) -> str:
     return " ".join(_flat(tokens).split())
 
 
@@ -563,7 +564,7 @@ def _begins_lambda(statement: list[str]) -> bool:
     )
 
 
-def _has_code(tokens: list[_Token]) -> bool:
+def _has_code(tokens: list[Token]) -> bool:
     return any(not t.blank for t in tokens)
 
 

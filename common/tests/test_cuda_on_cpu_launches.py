@@ -42,7 +42,7 @@ def test_an_endless_kernel_fails(loop, check):
     began = time.monotonic()
     with pytest.raises(KernelError) as caught:
         endless(loop, check=check, limit=0.2)
-    assert 0.2 <= time.monotonic() - began < 3
+    assert 0.2 <= time.monotonic() - began < 10
     first, second = str(caught.value).splitlines()
     thread = 40 if loop == "ONE_THREAD" else r"\d+"
     where = re.fullmatch(
@@ -81,7 +81,7 @@ def test_the_kernels_of_a_launch_share_its_time():
         for _ in range(20):
             launch(1, rounds)
         with pytest.raises(KernelError, match="did not end within 1.5 s"):
-            launch(30, rounds)
+            launch(10_000, rounds)
 
 
 def test_endless_kernels_of_several_threads():

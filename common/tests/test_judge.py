@@ -1,4 +1,4 @@
-"""Checks in one process, a student's code in another one: honest code passes, and dishonest code gains nothing."""
+"""Checks in one process, a student's code in another one. What is dishonest: test_cheats.py."""
 
 import shutil
 import sys
@@ -75,123 +75,30 @@ def test_honest_code_passes(edition, server):
     first_look(edition, server, HONEST + "return o")
 
 
-CHEATS = {
-    "ends the process": ("import os; os._exit(0)", "has ended with status 0"),
-    "raises SystemExit": ("raise SystemExit(0)", "has ended"),
-    "ends it at exit": (
-        "import atexit, os; atexit.register(os._exit, 0); raise SystemExit",
-        "has ended",
-    ),
-    "PyTorch's attention": (
-        """
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.project_qkv(x))
-        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        return self.project_output(o.transpose(1, 2).flatten(2))
-        """,
-        "this is PyTorch's attention",
-    ),
-    "a lazy tensor": (
-        HONEST + "class Lazy(torch.Tensor): pass\nreturn o.as_subclass(Lazy)",
-        "should be a plain tensor",
-    ),
-    "no tensor": ("return 'right'", "should be a plain tensor"),
-    "the input is changed": (HONEST + "x.zero_()\nreturn o", "x was changed"),
-    "zeros, and a patched comparison": (
-        """
-        import common.check.compare, common.check.difference, sys, torch
-        common.check.compare.assert_close = common.check.difference.error_of = lambda *a, **k: torch.zeros(1)
-        for module in list(sys.modules.values()):
-            if hasattr(module, "assert_close"): module.assert_close = lambda *a, **k: None
-        return torch.zeros_like(x)
-        """,
-        "largest error",
-    ),
-    "a verdict on stdout": ("print('  attention   21 of 21'); return x * 0", "largest error"),
-    "filled in later": (
-        """
-        import threading, time
-        out = torch.zeros_like(x)
-        def later():
-            time.sleep(0.2)
-            out.copy_(torch.ones_like(x))
-        threading.Thread(target=later).start()
-        return out
-        """,
-        "largest error",
-    ),
-    "nonsense instead of an answer": (
-        """
-        import os, socket, struct, torch
-        for fd in range(3, 64):
-            try: s = socket.socket(fileno=os.dup(fd))
-            except OSError: continue
-            s.sendall(struct.pack("<Q", 9) + b'["passed"')
-        return x
-        """,
-        "sent an answer that is no JSON",
-    ),
-    "a tensor beyond what was sent": (
-        """
-        import json, os, socket, struct
-        answer = json.dumps({"value": {"new": [0, "torch.float32", [1 << 40]]}}).encode()
-        for fd in range(3, 64):
-            try: s = socket.socket(fileno=os.dup(fd))
-            except OSError: continue
-            s.sendall(struct.pack("<Q", len(answer)) + answer)
-        return x
-        """,
-        "that was not sent",
-    ),
-    "more than may be sent": (
-        """
-        import os, socket, struct
-        for fd in range(3, 64):
-            try: s = socket.socket(fileno=os.dup(fd))
-            except OSError: continue
-            s.sendall(struct.pack("<Q", 1 << 50))
-        return x
-        """,
-        "at most",
-    ),
-    "a smaller file": (
-        """
-        import os
-        for fd in range(3, 64):
-            try: os.ftruncate(fd, 0)
-            except OSError: pass
-        return x
-        """,
-        "largest error",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CHEATS)
-def test_a_cheat_gains_nothing(edition, server, name):
-    code, reason = CHEATS[name]
-    with pytest.raises(AssertionError, match=reason):
-        first_look(edition, server, code)
-
-
 @needs_sandbox
 def test_the_sandbox_hides_and_holds_back(edition, tmp_path):
     secret = tmp_path / "answers"
     secret.mkdir()
     (secret / "attention.py").write_text("return 1")
     code = f"""
-    import os, socket
+    import ctypes, os, socket, sys
     found = []
     if os.path.exists("{secret}/attention.py"): found.append("the answers")
-    for path in ("{secret}/x", "{ROOT}/x", "/etc/x", os.path.expanduser("~/x")):
+    libc = ctypes.CDLL(None)
+    for line in open("/proc/self/mountinfo"):
+        if libc.umount2(line.split()[4].encode(), 2) == 0: found.append("unmounted " + line)
+    if libc.mount(b"none", b"/", None, 4096 | 32, None) == 0: found.append("made / writable")
+    if set(os.listdir("/run")) - {{"mount"}}: found.append("sockets of services")
+    for path in ("{secret}/x", "{ROOT}/x", "/etc/x", sys.prefix + "/x", sys.base_prefix + "/x"):
         try:
             with open(path, "w") as file: file.write("x")
         except OSError: continue
         # What is hidden is an empty folder in memory, which can be written.
-        if not path.startswith(("{secret}", "{ROOT}")): found.append("wrote " + path)
+        if not path.startswith(("{secret}/x", "{ROOT}/x")): found.append("wrote " + path)
     try: socket.create_connection(("192.0.2.1", 80), 1)
     except OSError as error:
         if "unreachable" not in str(error): found.append(f"network: {{error}}")
-    if any(name.isdigit() and int(name) > 50 for name in os.listdir("/proc")): found.append("processes")
+    if {{int(name) for name in os.listdir("/proc") if name.isdigit()}} - {{1, os.getpid()}}: found.append("processes")
     raise ValueError(", ".join(found) or "nothing found")
     """
     folder = tmp_path / "edition"

@@ -1,4 +1,4 @@
-"""Grading submissions: what is taken of them, and what comes out. What is dishonest: test_judge.py."""
+"""Grading submissions: what is taken of them, and what comes out. What is dishonest: test_cheats.py."""
 
 import csv
 import json

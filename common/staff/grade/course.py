@@ -16,6 +16,7 @@ from common.check.hints import answers
 from common.paths import ROOT
 from common.record import POINTS
 from common.staff import student_edition
+from common.staff.grade import source
 from common.staff.judge import STAGE_SECONDS
 
 
@@ -75,12 +76,16 @@ def fill_in(
                 if name not in files:
                     raise regions.MarkError(f"{name} is missing")
                 text = regions.decode(files[name], name).replace("\r\n", "\n")
-                own = {r.function: r.lines for r in regions.regions(text, name)}
+                theirs = regions.regions(text, name)
+                own = {r.function: r.lines for r in theirs}
             except regions.MarkError as error:
                 reasons[stage] = str(error)
                 continue
             filled = [region._replace(lines=own[region.function]) for region in given]
             touched = touched or filled != given
+            if why := source.refused(name, regions.join(filled), theirs):
+                reasons[stage] = why
+                continue
             (student / name).write_text(regions.join(filled), encoding="utf-8")
         if not touched and stage not in reasons:
             untouched.add(stage)

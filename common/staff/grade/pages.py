@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ def feedback(result: Result) -> str:
         lines += ["", claims["times"]] if claims["times"] else []
     for stage, found in result["stages"].items():
         if found["status"] not in ("passed", "not run"):
-            lines += ["", f"## {stage}", "", "```text", *found["output"], "```"]
+            lines += ["", f"## {stage}", "", *_fenced(found["output"])]
     again = f"`python -m taskN.test --device cpu --both --seed {result['seed']}`"
     lines += ["", f"The same inputs again: {again}."]
     if result["ignored"]:
@@ -49,6 +50,14 @@ def _speed(result: Result) -> list[str]:
             rows.append(f"| {stage}, {name} | {both} | {ratio} | {part} |")
     head = "| timed on a GPU | ms | the course's kernel, ms | times as fast | of the points for speed |"
     return ["", head, "|---|---|---|---|---|", *rows] if rows else []
+
+
+def _fenced(lines: Sequence[str]) -> list[str]:
+    """Lines as they are, whatever the code that was graded has written into them."""
+    lines = ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines]
+    longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [f"{fence}text", *lines, fence]
 
 
 def _checks(found: Result) -> str:
