@@ -5,4 +5,7 @@ submission   finding submissions, and the files of each that count
 course       the fresh edition that a submission's answers are put into
 one          one submission: its checks, its points
 pages        what comes out: a page for the student, Gradescope's file, the table
+report       the report for the class
+chart        its picture
+leaderboard  its ranking, of those who take part
 """

@@ -5,8 +5,8 @@ counts: it is put into a fresh student edition, and everything else is listed an
 process and the student's code in another one, in a sandbox where the system has one: it never sees the expected
 results, the seeds or the verdict.
 
-OUT/NAME/feedback.md is for the student, OUT/NAME/results.json for Gradescope, OUT/grades.csv for the course. A run
-that was interrupted goes on where it stopped.
+OUT/NAME/feedback.md is for the student, OUT/NAME/results.json for Gradescope, OUT/grades.csv and OUT/report.md for the
+course. A run that was interrupted goes on where it stopped.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from common.check.progress import progress
 from common.check.rng import new_seed
 from common.marked import write_atomically
 from common.record import POINTS
-from common.staff.grade import one, submission
+from common.staff.grade import chart, one, report, submission
 from common.staff.grade.course import course
 from common.staff.grade.one import Result
 from common.staff.grade.pages import table
@@ -65,8 +65,22 @@ def main(argv: Sequence[str] | None = None) -> int:
                 pool.shutdown(wait=False, cancel_futures=True)
                 child.end_all()
                 raise
+    _write_report(list(results.values()), options.out, console)
     console.print(f"\n{len(results)} graded: {csv_file}")
     return 1 if any(r["failed"] for r in results.values()) else 0
+
+
+def _write_report(results: Sequence[Result], out: Path, console: Console) -> None:
+    """OUT/report.md, and OUT/report.png where matplotlib is installed and something was graded."""
+    picture = out / "report.png"
+    picture.unlink(missing_ok=True)
+    if report.graded(results):
+        try:
+            chart.draw(results, picture)
+        except ModuleNotFoundError as error:
+            console.print(chart.MISSING if error.name == "matplotlib" else str(error))
+    name = picture.name if picture.exists() else ""
+    write_atomically(out / "report.md", report.report(results, picture=name))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

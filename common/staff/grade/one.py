@@ -12,7 +12,7 @@ from common import child
 from common.marked import write_atomically
 from common.paths import ROOT
 from common.record import POINTS, write_json
-from common.staff.grade import submission
+from common.staff.grade import leaderboard, submission
 from common.staff.grade.course import STAGE_SECONDS, Course, fill_in
 from common.staff.grade.pages import Result, feedback, gradescope
 from common.staff.grade.submission import Submission, SubmissionError
@@ -39,19 +39,22 @@ def grade(one: Submission, course: Course, out: Path, seed: int) -> Result:
 
     Returns:
         ``name``, ``seed``, ``total``, ``remarks``, ``ignored``, ``failed`` and ``stages``: of each ``points``,
-        ``earned``, ``status``, ``groups``, ``reason`` and ``output``.
+        ``earned``, ``status``, ``groups``, ``reason`` and ``output``. Where it was graded, ``key``, a hash of what
+        was graded, and ``leaderboard``, the name to be shown there, or "".
     """
     try:
-        contents = submission.read(one, [name for names in course.files.values() for name in names])
+        wanted = [name for names in course.files.values() for name in names]
+        contents = submission.read(one, [*wanted, leaderboard.FILE])
     except SubmissionError as error:
         empty = {stage: _nothing(stage, "cannot be read") for stage in POINTS}
         return _result(one, seed, empty, [f"{error}"], [])
+    shown = leaderboard.chosen_name(contents.files.pop(leaderboard.FILE, b""))
     key = hashlib.sha256(course.version.encode())
     for name, data in sorted(contents.files.items()):
         key.update(name.encode() + b"\0" + hashlib.sha256(data).digest())
     record = out / one.name / "record.json"
     if (before := _read(record)).get("key") == key.hexdigest():
-        return before
+        return before | {"leaderboard": shown}
     with tempfile.TemporaryDirectory(prefix="student-", dir=course.edition.parent) as folder:
         student = Path(folder) / "edition"
         shutil.copytree(course.edition, student)
@@ -64,10 +67,11 @@ def grade(one: Submission, course: Course, out: Path, seed: int) -> Result:
                 stages[stage] = _nothing(stage, why)
             else:
                 stages[stage] = _run(stage, student, course, out, seed)
-    remarks = [*contents.problems, *reasons.values()]
+    problems = [text for text in contents.problems if text != f"{leaderboard.FILE} is missing"]
+    remarks = [*problems, *reasons.values()]
     own = [name for name in contents.ignored if not (course.edition / name).is_file()]
     result = _result(one, seed, stages, list(dict.fromkeys(remarks)), own)
-    result["key"] = key.hexdigest()
+    result |= {"key": key.hexdigest(), "leaderboard": shown}
     write_json(record, result)
     return result
 
