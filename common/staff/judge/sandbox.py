@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,16 +21,23 @@ LIMITS = {
     "cpu": 3600,  # seconds
     "core": 0,
 }
+OWNERS = range(61184, 65520)  # users that systemd keeps free for such purposes
 DISK = "1g"  # for its folder, and for /tmp: in memory, gone with the process
 
-# sh -c SCRIPT sh FOLDER ENVIRONMENT PYTHON HIDDEN... : hide folders, make the rest read-only, go to a copy of FOLDER.
-# ENVIRONMENT and PYTHON, on which it is based, may lie in a hidden folder.
+# sh -c SCRIPT sh FOLDER ENVIRONMENT PYTHON OWNER HIDDEN... : make all read-only, hide folders, go to a copy of FOLDER.
+# ENVIRONMENT and PYTHON, on which it is based, may lie in a hidden folder. Where memory runs out, what is in here ends
+# first.
 _SCRIPT = f"""
 set -e
-folder=$1 environment=$2 python=$3; shift 3
+echo 1000 > /proc/self/oom_score_adj
+folder=$1 environment=$2 python=$3 owner=$4; shift 4
+while read -r _ _ _ _ target _; do
+  mount -o remount,bind,ro "$(printf %b "$target")" 2>/dev/null || true
+done < /proc/self/mountinfo
 mount -t tmpfs -o size={DISK} tmpfs /mnt
 mkdir /mnt/folder /mnt/environment /mnt/python
 cp -r "$folder/." /mnt/folder
+chown -R "$owner:$owner" /mnt/folder
 mount --rbind "$environment" /mnt/environment
 mount --rbind "$python" /mnt/python
 while [ "$1" != -- ]; do mount -t tmpfs -o size=1m tmpfs "$1"; shift; done; shift
@@ -39,9 +47,9 @@ mkdir -p "$folder" "$environment" "$python"
 mount --rbind /mnt/environment "$environment"
 mount --rbind /mnt/python "$python"
 mount --rbind /mnt/folder "$folder"
-mount -o remount,bind,ro / 2>/dev/null || true
 cd "$folder"
-exec "$@"
+[ "$owner" = 0 ] || user="--reuid=$owner --regid=$owner --clear-groups"
+exec setpriv $user --bounding-set=-all --inh-caps=-all --no-new-privs "$@"
 """
 
 
@@ -50,31 +58,44 @@ def command(folder: Path, hidden: Sequence[Path] = ()) -> list[str]:
 
     Args:
         folder: what it gets a copy of, at the same path.
-        hidden: folders that are empty for it.
+        hidden: folders that are empty for it, with this account's home.
     """
     limits = [shutil.which("prlimit") or "", *(f"--{name}={n}" for name, n in LIMITS.items())]
     before = limits if limits[0] else []
-    if not _namespaces():
-        return before
-    kept = [str(folder), sys.prefix, sys.base_prefix]
-    script = ["sh", "-c", _SCRIPT, "sh", *kept, *map(str, hidden), "--"]
-    return [*_UNSHARE, *script, *before]
+    return [*_inside(folder, hidden), *before] if _namespaces() else before
 
 
-_UNSHARE = [
-    "unshare", "--user", "--map-root-user", "--net", "--ipc", "--pid", "--fork", "--kill-child",
-    "--mount", "--mount-proc",
-]  # fmt: skip
+def _inside(folder: Path, hidden: Sequence[Path]) -> list[str]:
+    # A folder that lies in another hidden one has to be mounted on before it is gone.
+    covered = {path for path in (*hidden, Path.home()) if path.is_dir() and path != Path("/")}
+    inner_first = sorted(covered, key=lambda path: -len(path.parts))
+    kept = [str(folder), sys.prefix, sys.base_prefix, str(_owner())]
+    script = ["sh", "-c", _SCRIPT, "sh", *kept, *map(str, inner_first), "--"]
+    return [*_UNSHARE, *script]
+
+
+def _owner() -> int:
+    """Who a student's code runs as, in the sandbox.
+
+    Limits do not hold for root. So where root grades, it is a user that exists nowhere else; others are root in their
+    own namespace, without its capabilities.
+    """
+    return OWNERS[os.getpid() % len(OWNERS)] if os.geteuid() == 0 else 0
+
+
+_NAMESPACES = ["--net", "--ipc", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
+_UNSHARE = ["unshare", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), *_NAMESPACES]
 
 
 @functools.cache
 def _namespaces() -> bool:
     """Whether this system allows them."""
-    try:
-        mount = ["sh", "-c", "mount -t tmpfs tmpfs /mnt"]
-        done = subprocess.run([*_UNSHARE, *mount], capture_output=True, check=False, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+    with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
+        command = [*_inside(Path(folder), []), sys.executable, "-c", ""]
+        try:
+            done = subprocess.run(command, capture_output=True, check=False, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            return False
     return done.returncode == 0
 
 
