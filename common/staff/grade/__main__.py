@@ -10,10 +10,13 @@ course. A run that was interrupted goes on where it stopped.
 """
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from contextlib import ExitStack, closing
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 
@@ -22,8 +25,8 @@ from common.check.progress import progress
 from common.check.rng import new_seed
 from common.marked import write_atomically
 from common.record import POINTS
-from common.staff.grade import chart, one, report, submission
-from common.staff.grade.course import course
+from common.staff.grade import chart, one, report, slurm, submission
+from common.staff.grade.course import Course, course
 from common.staff.grade.one import Result
 from common.staff.grade.pages import table
 from common.staff.grade.submission import Submission
@@ -43,31 +46,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not found.submissions:
         print("error: there is no submission to grade", file=sys.stderr)
         return 2
+    if options.slurm and (lacks := slurm.missing()):
+        print(f"error: {lacks}", file=sys.stderr)
+        return 2
     for sentence in sandbox.missing():
         console.print(f"warning: {sentence}")
     results: dict[str, Result] = {}
     csv_file = options.csv or options.out / "grades.csv"
-    with course(console) as fresh, progress(console) as bar:
+    with ExitStack() as stack:
+        within = stack.enter_context(slurm.scratch(options.out, console)) if options.slurm else None
+        fresh = stack.enter_context(course(console, within))
+        bar = stack.enter_context(progress(console))
         task = bar.add_task("submissions", total=len(found.submissions))
-
-        def grade(entry: Submission) -> None:
-            result = one.graded(entry, fresh, options.out, options.seed)
-            results[entry.name] = result
+        way = slurm.grade if options.slurm else _grade
+        coming = way(found.submissions, fresh, options.out, options.seed, options.jobs)
+        for result in stack.enter_context(closing(coming)):  # ends all that runs before the rest
+            results[result["name"]] = result
             write_atomically(csv_file, table(list(results.values())))
             bar.advance(task)
             notes = f"; {result['remarks'][0]}" if result["remarks"] else ""
-            console.print(f"{entry.name}: {result['total']:g} of {sum(POINTS.values())}{notes}")
-
-        with ThreadPoolExecutor(options.jobs) as pool:
-            try:
-                list(pool.map(grade, found.submissions))
-            except KeyboardInterrupt:
-                pool.shutdown(wait=False, cancel_futures=True)
-                child.end_all()
-                raise
+            console.print(f"{result['name']}: {result['total']:g} of {sum(POINTS.values())}{notes}")
     _write_report(list(results.values()), options.out, console)
     console.print(f"\n{len(results)} graded: {csv_file}")
     return 1 if any(r["failed"] for r in results.values()) else 0
+
+
+def _grade(
+    submissions: Sequence[Submission], fresh: Course, out: Path, seed: int, jobs: int | None
+) -> Iterator[Result]:
+    """The results as they come, on this machine."""
+    with ThreadPoolExecutor(jobs or 1) as pool:
+        futures = [pool.submit(one.graded, entry, fresh, out, seed) for entry in submissions]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            while wait(futures, timeout=0.2).not_done:
+                child.end_all()
+            raise
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _write_report(results: Sequence[Result], out: Path, console: Console) -> None:
@@ -95,10 +116,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=Path("grades"), help="where the results go; default: grades"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="default: OUT/grades.csv")
-    parser.add_argument("--jobs", type=int, default=1, help="submissions at a time; default: 1")
+    parser.add_argument(
+        "--jobs", type=int, help="submissions at a time; default: 1, with --slurm all"
+    )
+    parser.add_argument("--slurm", action="store_true", help="grade in jobs of a Slurm cluster")
     parser.add_argument("--seed", type=int, help="of the random inputs, the same for all")
     options = parser.parse_args(argv)
-    if options.jobs < 1:
+    if options.jobs is not None and options.jobs < 1:
         parser.error(f"--jobs must be at least 1; got {options.jobs}")
     options.seed = new_seed() if options.seed is None else options.seed
     options.out = options.out.resolve()
@@ -106,8 +130,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminated)
     try:
         sys.exit(main())
+    except (OSError, slurm.SlurmError) as error:
+        print(f"error: {error}; correct that and run it again", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("\ninterrupted; run it again to go on", file=sys.stderr)
         sys.exit(130)

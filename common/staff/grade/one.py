@@ -15,8 +15,9 @@ from common.record import POINTS, write_json
 from common.staff.grade import leaderboard, submission
 from common.staff.grade.course import STAGE_SECONDS, Course, fill_in
 from common.staff.grade.pages import Result, feedback, gradescope
-from common.staff.grade.submission import Submission, SubmissionError
+from common.staff.grade.submission import Contents, Submission, SubmissionError
 
+RECORD = "record.json"  # in OUT/NAME: what was found
 LINES = 400  # of a stage's output that are kept
 NEEDS = {"task7": ("task4", "task5")}  # it has nothing of its own to write
 
@@ -24,11 +25,19 @@ NEEDS = {"task7": ("task4", "task5")}  # it has nothing of its own to write
 def graded(one: Submission, course: Course, out: Path, seed: int) -> Result:
     """Grade a submission and write its files in OUT/NAME; whatever happens costs this submission and no other."""
     try:
-        result = grade(one, course, out, seed)
+        return _written(one, grade(one, course, out, seed), out)
     except Exception as error:
-        empty = {stage: _nothing(stage, "not graded") for stage in POINTS}
-        remark = f"NOT GRADED: {type(error).__name__}: {error}"
-        result = _result(one, seed, empty, [remark], []) | {"failed": True}
+        return not_graded(one, out, seed, f"{type(error).__name__}: {error}")
+
+
+def not_graded(one: Submission, out: Path, seed: int, why: str) -> Result:
+    """The result, with its files, of a submission that could not be graded; it has no record, so it can be again."""
+    empty = {stage: _nothing(stage, "not graded") for stage in POINTS}
+    result = _result(one, seed, empty, [f"NOT GRADED: {why}"], [])
+    return _written(one, result | {"failed": True}, out)
+
+
+def _written(one: Submission, result: Result, out: Path) -> Result:
     write_atomically(out / one.name / "feedback.md", feedback(result))
     write_json(out / one.name / "results.json", gradescope(result))
     return result
@@ -42,41 +51,54 @@ def grade(one: Submission, course: Course, out: Path, seed: int) -> Result:
         ``earned``, ``status``, ``groups``, ``reason`` and ``output``. Where it was graded, ``key``, a hash of what
         was graded, and ``leaderboard``, the name to be shown there, or "".
     """
-    try:
-        wanted = [name for names in course.files.values() for name in names]
-        contents = submission.read(one, [*wanted, leaderboard.FILE])
-    except SubmissionError as error:
-        empty = {stage: _nothing(stage, "cannot be read") for stage in POINTS}
-        return _result(one, seed, empty, [f"{error}"], [])
-    shown = leaderboard.chosen_name(contents.files.pop(leaderboard.FILE, b""))
-    key = hashlib.sha256(course.version.encode())
-    for name, data in sorted(contents.files.items()):
-        key.update(name.encode() + b"\0" + hashlib.sha256(data).digest())
-    record = out / one.name / "record.json"
-    if (before := _read(record)).get("key") == key.hexdigest():
-        return before | {"leaderboard": shown}
+    if ready := known(one, course, out, seed):
+        return ready
+    contents, key, shown = _read_submission(one, course)
     with tempfile.TemporaryDirectory(prefix="student-", dir=course.edition.parent) as folder:
         student = Path(folder) / "edition"
         shutil.copytree(course.edition, student)
         reasons, untouched = fill_in(student, contents.files, course)
         stages = {}
+        hidden = [ROOT, out, course.edition.parent, one.path.parent]  # where others' code may be
         for stage in POINTS:
             lacks = [n for n in (stage, *NEEDS.get(stage, ())) if n in reasons or n in untouched]
             if lacks:
                 why = reasons.get(lacks[0]) or f"{lacks[0]} is not written"
                 stages[stage] = _nothing(stage, why)
             else:
-                stages[stage] = _run(stage, student, course, out, seed)
+                stages[stage] = _run(stage, student, course, hidden, seed)
     problems = [text for text in contents.problems if text != f"{leaderboard.FILE} is missing"]
     remarks = [*problems, *reasons.values()]
     own = [name for name in contents.ignored if not (course.edition / name).is_file()]
     result = _result(one, seed, stages, list(dict.fromkeys(remarks)), own)
-    result |= {"key": key.hexdigest(), "leaderboard": shown}
-    write_json(record, result)
+    result |= {"key": key, "leaderboard": shown}
+    write_json(out / one.name / RECORD, result)
     return result
 
 
-def _run(stage: str, student: Path, course: Course, out: Path, seed: int) -> Result:
+def known(one: Submission, course: Course, out: Path, seed: int) -> Result | None:
+    """The result of a submission where nothing is to be run: it has a record, or it cannot be read."""
+    try:
+        _, key, shown = _read_submission(one, course)
+    except SubmissionError as error:
+        empty = {stage: _nothing(stage, "cannot be read") for stage in POINTS}
+        return _result(one, seed, empty, [f"{error}"], [])
+    before = _read(out / one.name / RECORD)
+    return before | {"leaderboard": shown} if before.get("key") == key else None
+
+
+def _read_submission(one: Submission, course: Course) -> tuple[Contents, str, str]:
+    """What is in it, a hash of what is graded, and its name on the leaderboard."""
+    wanted = [name for names in course.files.values() for name in names]
+    contents = submission.read(one, [*wanted, leaderboard.FILE])
+    shown = leaderboard.chosen_name(contents.files.pop(leaderboard.FILE, b""))
+    key = hashlib.sha256(course.version.encode())
+    for name, data in sorted(contents.files.items()):
+        key.update(name.encode() + b"\0" + hashlib.sha256(data).digest())
+    return contents, key.hexdigest(), shown
+
+
+def _run(stage: str, student: Path, course: Course, hidden: list[Path], seed: int) -> Result:
     lines: list[str] = []
 
     def hear(line: str) -> None:
@@ -84,9 +106,7 @@ def _run(stage: str, student: Path, course: Course, out: Path, seed: int) -> Res
             lines.append(line[:1000])
 
     record = student.parent / f"{stage}.json"
-    hidden = [ROOT, out.resolve(), Path.home(), course.edition.parent]
     command = [sys.executable, "-m", "common.staff.judge.check", str(student), stage]
-    hidden = [path for path in hidden if path.is_dir() and path != Path("/")]  # as a home may be
     command += ["--hide", *map(str, hidden), "--device", "cpu"]
     command += ["--both", "--no-timing", "--seed", str(seed), "--record", str(record)]
     status = child.run(command, STAGE_SECONDS, hear, cwd=course.edition)
