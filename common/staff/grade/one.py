@@ -16,6 +16,7 @@ from common.staff.grade import leaderboard, submission
 from common.staff.grade.course import STAGE_SECONDS, Course, fill_in
 from common.staff.grade.pages import Result, feedback, gradescope
 from common.staff.grade.submission import Contents, Submission, SubmissionError
+from common.staff.judge import sandbox
 
 RECORD = "record.json"  # in OUT/NAME: what was found
 LINES = 400  # of a stage's output that are kept
@@ -106,7 +107,8 @@ def _run(stage: str, student: Path, course: Course, hidden: list[Path], seed: in
             lines.append(line[:1000])
 
     record = student.parent / f"{stage}.json"
-    command = [sys.executable, "-m", "common.staff.judge.check", str(student), stage]
+    command = [*sandbox.tied(), sys.executable, "-m", "common.staff.judge.check"]
+    command += [str(student), stage]
     command += ["--hide", *map(str, hidden), "--device", "cpu"]
     command += ["--both", "--no-timing", "--seed", str(seed), "--record", str(record)]
     status = child.run(command, STAGE_SECONDS, hear, cwd=course.edition)

@@ -183,7 +183,7 @@ class _Run:
             return
         why = f"its Slurm job {batch.job.job_id} ended: {state.name}"
         why += f" ({state.reason})" if state.reason not in ("None", "") else ""
-        why += _last_words(batch.job.paths.stderr)
+        why += _last_words(batch.job.paths.stderr) if state.name == "FAILED" else ""
         lost = len(batch.waiting) if state.name == "CANCELLED" else 1
         for entry in batch.waiting[:lost]:
             yield one.not_graded(entry, self.out, self.seed, why)

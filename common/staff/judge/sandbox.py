@@ -49,7 +49,8 @@ mount --rbind /mnt/python "$python"
 mount --rbind /mnt/folder "$folder"
 cd "$folder"
 [ "$owner" = 0 ] || user="--reuid=$owner --regid=$owner --clear-groups"
-exec setpriv $user --bounding-set=-all --inh-caps=-all --no-new-privs "$@"
+# Another user's process does not keep the signal of --kill-child.
+exec setpriv $user --pdeathsig=KILL --bounding-set=-all --inh-caps=-all --no-new-privs "$@"
 """
 
 
@@ -62,7 +63,12 @@ def command(folder: Path, hidden: Sequence[Path] = ()) -> list[str]:
     """
     limits = [shutil.which("prlimit") or "", *(f"--{name}={n}" for name, n in LIMITS.items())]
     before = limits if limits[0] else []
-    return [*_inside(folder, hidden), *before] if _namespaces() else before
+    return [*tied(), *(_inside(folder, hidden) if _namespaces() else []), *before]
+
+
+def tied() -> list[str]:
+    """What is put before a command so that it ends with the thread that starts it, even by SIGKILL."""
+    return ["setpriv", "--pdeathsig=KILL"] if shutil.which("setpriv") else []
 
 
 def _inside(folder: Path, hidden: Sequence[Path]) -> list[str]:
