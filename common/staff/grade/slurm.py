@@ -158,7 +158,7 @@ class _Run:
 
     def look(self) -> Iterator[Result]:
         """What has come since the last look. What a job that is over has left undone is sent again."""
-        states = _states(_name(self.out), [batch.job for batch in self.batches])
+        states = _states(_name(self.out))
         there = {path.name for path in self.results.iterdir()}  # after the states: all that it had
         again: list[Submission] = []
         for batch in self.batches:
@@ -243,7 +243,7 @@ def _executor(folder: Path, name: str, minutes: int, jobs: int) -> "submitit.Exe
     return executor
 
 
-def _states(name: str, jobs: Sequence["submitit.Job"]) -> dict[str, State] | None:
+def _states(name: str) -> dict[str, State] | None:
     """What Slurm says of the jobs with this name, by id; None if it says nothing, as while it is started again."""
     form = ["--noheader", "--array", "--format=%i|%T|%r"]
     said = _slurm("squeue", "--states=all", f"--name={name}", *form)
