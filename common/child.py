@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _running: set[subprocess.Popen] = set()
+_interrupted: set[subprocess.Popen] = set()
 
 
 def run(
@@ -33,6 +34,7 @@ def run(
 
     Raises:
         OSError: there is no such program or folder.
+        KeyboardInterrupt: :func:`end_all` has killed it.
     """
     process = subprocess.Popen(
         command,
@@ -63,12 +65,16 @@ def run(
         timer.cancel()
         _end(process)
         _running.discard(process)
+    if process in _interrupted:
+        _interrupted.remove(process)
+        raise KeyboardInterrupt
     return None if late.is_set() else process.returncode
 
 
 def end_all() -> None:
     """Kill what other threads still run: Ctrl-C reaches neither those threads nor the commands."""
     for process in list(_running):
+        _interrupted.add(process)
         _end(process)
 
 

@@ -135,9 +135,8 @@ def examine(cheat: Cheat, fresh: Course, scratch: Path, seed: int) -> Outcome:
     """Grade a cheat."""
     name = re.sub(r"\W+", "-", cheat.name)
     write(cheat, scratch / name, fresh)
-    submission = Submission(name, scratch / name)
-    out = scratch / "out"
-    return judged(cheat, one.graded(submission, fresh, out, seed, gpu=False, verify=False))
+    options = one.Options(scratch / "out", seed)
+    return judged(cheat, one.graded(Submission(name, scratch / name), fresh, options))
 
 
 def judged(cheat: Cheat, result: Result) -> Outcome:

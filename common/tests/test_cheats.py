@@ -130,7 +130,7 @@ def grade(fresh, tmp_path, monkeypatch):
     """A function that grades submissions, whose checks are not run."""
 
     @contextmanager
-    def prepared(console):
+    def prepared(*_):
         yield fresh
 
     def run(*paths):

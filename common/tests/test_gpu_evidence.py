@@ -53,9 +53,13 @@ def test_a_job_that_hangs_is_stopped_and_reported(tool, monkeypatch, capsys):
 def test_what_other_threads_run_can_be_ended(tmp_path: Path):
     said: list[str] = []
     command = ["sh", "-c", "echo on; sleep 60 & wait"]
-    thread = threading.Thread(
-        target=child.run, args=(command, 60, said.append), kwargs={"cwd": tmp_path}, daemon=True
-    )
+
+    def run():
+        with pytest.raises(KeyboardInterrupt):
+            child.run(command, 60, said.append, cwd=tmp_path)
+        said.append("off")
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     until = time.monotonic() + 10
     while not said and time.monotonic() < until:
@@ -63,7 +67,7 @@ def test_what_other_threads_run_can_be_ended(tmp_path: Path):
     assert said == ["on"] and thread.is_alive()
     child.end_all()
     thread.join(10)
-    assert not thread.is_alive()
+    assert not thread.is_alive() and said == ["on", "off"]
 
 
 @pytest.mark.parametrize(("us", "ok"), [(9.9, True), (10.1, False)])

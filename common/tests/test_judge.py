@@ -89,12 +89,13 @@ def test_the_sandbox_hides_and_holds_back(edition, tmp_path):
         if libc.umount2(line.split()[4].encode(), 2) == 0: found.append("unmounted " + line)
     if libc.mount(b"none", b"/", None, 4096 | 32, None) == 0: found.append("made / writable")
     if set(os.listdir("/run")) - {{"mount"}}: found.append("sockets of services")
-    for path in ("{secret}/x", "{ROOT}/x", "/etc/x", sys.prefix + "/x", sys.base_prefix + "/x"):
+    for path in ("{secret}/x", "{ROOT}/x", "/etc/x", os.path.expanduser("~/x"), sys.prefix + "/x", sys.base_prefix + "/x"):
         try:
             with open(path, "w") as file: file.write("x")
         except OSError: continue
         # What is hidden is an empty folder in memory, which can be written.
-        if not path.startswith(("{secret}/x", "{ROOT}/x")): found.append("wrote " + path)
+        hidden = ("{secret}", "{ROOT}", os.path.expanduser("~"))
+        if not path.startswith(hidden): found.append("wrote " + path)
     try: socket.create_connection(("192.0.2.1", 80), 1)
     except OSError as error:
         if "unreachable" not in str(error): found.append(f"network: {{error}}")

@@ -12,6 +12,7 @@ from common import regions
 from common.paths import ROOT
 from common.staff import student_edition
 from common.staff.grade import __main__ as grade
+from common.staff.grade import one, source
 from common.staff.grade.course import course
 from common.staff.grade.submission import Submission
 from common.staff.judge import sandbox
@@ -233,13 +234,15 @@ def test_blocks_on_an_a100(threads, shared, registers, blocks, limit):
 
 def test_the_command_prints_the_page_of_the_seed_that_graded(tmp_path, monkeypatch, capsys):
     (tmp_path / "ann/task1").mkdir(parents=True)
-    result = {"name": "ann", "total": 0, "remarks": [], "failed": False, "seed": 5}
+    result = {"name": "ann", "total": 0, "remarks": [], "ignored": [], "failed": False, "seed": 5}
     result["stages"] = {}
     calls = []
-    monkeypatch.setattr(grade, "course", lambda console: nullcontext("fresh"))
-    monkeypatch.setattr(grade.one, "graded", lambda *_, **__: result)
+    monkeypatch.setattr(grade, "course", lambda *_: nullcontext("fresh"))
+    monkeypatch.setattr(one, "grade", lambda *_: result)
+    monkeypatch.setattr(one, "_write_pages", lambda *_: None)
     monkeypatch.setattr(grade, "table", lambda results: "")
-    monkeypatch.setattr(grade, "viva", lambda *rest: calls.append(rest) or "# ann: [1] of 2")
+    monkeypatch.setattr(grade, "_write_report", lambda *_: None)
+    monkeypatch.setattr(one, "viva", lambda *rest: calls.append(rest) or "# ann: [1] of 2")
     out = tmp_path / "out"
     assert grade.main([str(tmp_path / "ann"), "--out", str(out), "--viva", "2"]) == 0
     assert [(c[0].name, *c[1:]) for c in calls] == [("ann", "fresh", out, 2, 5)]
@@ -277,6 +280,7 @@ def asked(tmp_path_factory):
     found = {}
     with pytest.MonkeyPatch.context() as patch, course(Console(quiet=True)) as fresh:
         render = page._page
+        patch.setattr(source, "refused", lambda *_: None)  # to see what holds back the hostile one
         patch.setattr(
             page, "_page", lambda *rest: found.update({rest[0]: rest[2]}) or render(*rest)
         )

@@ -6,14 +6,18 @@ process and the student's code in another one, in a sandbox where the system has
 results, the seeds or the verdict.
 
 OUT/NAME/feedback.md is for the student, OUT/NAME/results.json for Gradescope, OUT/NAME/viva.md (with --viva) for the
-talk with the student, OUT/grades.csv for the course. A run that was interrupted goes on where it stopped.
+talk with the student, OUT/grades.csv and OUT/report.md for the course. A run that was interrupted goes on where it
+stopped.
 """
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from contextlib import ExitStack, closing
 from pathlib import Path
+from types import FrameType
 
 import torch
 from rich.console import Console
@@ -24,13 +28,12 @@ from common.check.progress import progress
 from common.check.rng import new_seed
 from common.marked import write_atomically
 from common.record import POINTS
-from common.staff.grade import one, submission
-from common.staff.grade.course import course
-from common.staff.grade.one import Result
-from common.staff.grade.pages import table
+from common.staff.grade import chart, one, report, slurm, submission
+from common.staff.grade.course import Course, course
+from common.staff.grade.one import Options
+from common.staff.grade.pages import Result, table
 from common.staff.grade.submission import Submission
 from common.staff.judge import sandbox
-from common.staff.viva.page import viva
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,36 +49,72 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not found.submissions:
         print("error: there is no submission to grade", file=sys.stderr)
         return 2
+    if options.slurm and (lacks := slurm.missing()):
+        print(f"error: {lacks}", file=sys.stderr)
+        return 2
     for sentence in sandbox.missing():
         console.print(f"warning: {sentence}")
+    how = Options(options.out, options.seed, options.gpu, options.verify, options.viva)
     results: dict[str, Result] = {}
     csv_file = options.csv or options.out / "grades.csv"
-    with course(console) as fresh, progress(console) as bar:
+    with ExitStack() as stack:
+        within = stack.enter_context(slurm.scratch(options.out, console)) if options.slurm else None
+        fresh = stack.enter_context(course(console, within))
+        bar = stack.enter_context(progress(console))
         task = bar.add_task("submissions", total=len(found.submissions))
-
-        def grade(entry: Submission) -> None:
-            result = one.graded(
-                entry, fresh, options.out, options.seed, gpu=options.gpu, verify=options.verify
-            )
-            results[entry.name] = result
+        way = slurm.grade if options.slurm else _grade
+        coming = way(found.submissions, fresh, how, options.jobs)
+        for result in stack.enter_context(closing(coming)):  # ends all that runs before the rest
+            results[result["name"]] = result
             write_atomically(csv_file, table(list(results.values())))
             bar.advance(task)
-            notes = f"; {result['remarks'][0]}" if result["remarks"] else ""
-            if wrong := result.get("claims", {}).get("lines"):
-                notes += f"; {len(wrong)} of its claims do not fit"
-            console.print(f"{entry.name}: {result['total']:g} of {sum(POINTS.values())}{notes}")
-            if options.viva:
-                console.print(viva(entry, fresh, options.out, options.viva, result["seed"]))
-
-        with ThreadPoolExecutor(options.jobs) as pool:
-            try:
-                list(pool.map(grade, found.submissions))
-            except KeyboardInterrupt:
-                pool.shutdown(wait=False, cancel_futures=True)
-                child.end_all()
-                raise
+            console.print(_line(result))
+            if "viva" in result:
+                console.print(result["viva"])
+    _write_report(list(results.values()), options.out, console)
     console.print(f"\n{len(results)} graded: {csv_file}")
     return 1 if any(r["failed"] for r in results.values()) else 0
+
+
+def _grade(
+    submissions: Sequence[Submission], fresh: Course, how: Options, jobs: int | None
+) -> Iterator[Result]:
+    """The results as they come, on this machine."""
+    with ThreadPoolExecutor(jobs or 1) as pool:
+        futures = [pool.submit(one.graded, entry, fresh, how) for entry in submissions]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            while wait(futures, timeout=0.2).not_done:
+                child.end_all()
+            raise
+
+
+def _line(result: Result) -> str:
+    """What is printed of a submission."""
+    notes = f"; {result['remarks'][0]}" if result["remarks"] else ""
+    if wrong := result.get("claims", {}).get("lines"):
+        notes += f"; {len(wrong)} of its claims do not fit"
+    return f"{result['name']}: {result['total']:g} of {sum(POINTS.values())}{notes}"
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _write_report(results: Sequence[Result], out: Path, console: Console) -> None:
+    """OUT/report.md, and OUT/report.png where matplotlib is installed and something was graded."""
+    picture = out / "report.png"
+    picture.unlink(missing_ok=True)
+    if report.graded(results):
+        try:
+            chart.draw(results, picture)
+        except ModuleNotFoundError as error:
+            console.print(chart.MISSING if error.name == "matplotlib" else str(error))
+    name = picture.name if picture.exists() else ""
+    write_atomically(out / "report.md", report.report(results, picture=name))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -90,10 +129,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=Path("grades"), help="where the results go; default: grades"
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="default: OUT/grades.csv")
-    parser.add_argument("--jobs", type=int, default=1, help="submissions at a time; default: 1")
     parser.add_argument(
-        "--gpu", action="store_true", help="also check and time the kernels on this machine's GPU"
+        "--jobs", type=int, help="submissions at a time; default: 1, with --slurm all"
     )
+    parser.add_argument("--slurm", action="store_true", help="grade in jobs of a Slurm cluster")
+    parser.add_argument(
+        "--gpu", action="store_true",
+        help="also check and time the kernels on this machine's GPU, with --slurm on a GPU of the node",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, help="of the random inputs, the same for all")
     parser.add_argument(
         "--verify",
@@ -105,11 +148,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="also write N questions about each submission's own code, with answers: OUT/NAME/viva.md",
     )  # fmt: skip
     options = parser.parse_args(argv)
-    if options.gpu and (toolchain.find_gpu() is None or not torch.cuda.is_available()):
+    no_gpu = toolchain.find_gpu() is None or not torch.cuda.is_available()
+    if options.gpu and not options.slurm and no_gpu:
         parser.error("--gpu: there is no GPU here that PyTorch can use")
     if options.viva < 0:
         parser.error(f"--viva must be 0 (no questions) or more; got {options.viva}")
-    if options.jobs < 1:
+    if options.jobs is not None and options.jobs < 1:
         parser.error(f"--jobs must be at least 1; got {options.jobs}")
     options.seed = new_seed() if options.seed is None else options.seed
     options.out = options.out.resolve()
@@ -117,8 +161,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminated)
     try:
         sys.exit(main())
+    except (OSError, slurm.SlurmError) as error:
+        print(f"error: {error}; correct that and run it again", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("\ninterrupted; run it again to go on", file=sys.stderr)
         sys.exit(130)

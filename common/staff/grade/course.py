@@ -36,9 +36,9 @@ class Course:
 
 
 @contextmanager
-def course(console: Console) -> Iterator[Course]:
-    """A fresh edition in a scratch folder."""
-    with tempfile.TemporaryDirectory(prefix="grade-") as scratch:
+def course(console: Console, within: Path | None = None) -> Iterator[Course]:
+    """A fresh edition in a scratch folder, which is made ``within`` a folder or with the system's temporary ones."""
+    with tempfile.TemporaryDirectory(prefix="grade-", dir=within) as scratch:
         edition = Path(scratch).resolve() / "edition"
         student_edition.make(edition)
         judge = Path("common/staff/judge")

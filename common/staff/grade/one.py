@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -15,61 +16,83 @@ from common import child
 from common.marked import write_atomically
 from common.paths import ROOT
 from common.record import POINTS, WORTH, earned, write_json
-from common.staff.grade import claims, submission
+from common.staff.grade import claims, leaderboard, submission
 from common.staff.grade.course import Course, fill_in
 from common.staff.grade.pages import Result, feedback, gradescope
-from common.staff.grade.submission import Submission, SubmissionError
-from common.staff.judge import STAGE_SECONDS
+from common.staff.grade.submission import Contents, Submission, SubmissionError
+from common.staff.judge import STAGE_SECONDS, sandbox
+from common.staff.viva.page import viva
 
+SECONDS = STAGE_SECONDS * (len(POINTS) + 1)  # for the checks of a submission on the CPU
 GPU_SECONDS = 12 * 3600
+RECORD = "record.json"  # in OUT/NAME: what was found
 LINES = 400  # of a stage's output that are kept
 NEEDS = {"task7": ("task4", "task5")}  # it has nothing of its own to write
 
 
-def graded(
-    one: Submission, course: Course, out: Path, seed: int, *, gpu: bool, verify: bool
-) -> Result:
+@dataclass(frozen=True)
+class Options:
+    """How submissions are graded.
+
+    Attributes:
+        out: where the files go, in a folder for each submission.
+        seed: of the random inputs.
+        gpu: kernels are also checked and timed on this machine's GPU.
+        verify: what a submission claims is compared with what was found.
+        viva: how many questions about its code there are to be.
+    """
+
+    out: Path
+    seed: int
+    gpu: bool = False
+    verify: bool = False
+    viva: int = 0
+
+
+def graded(one: Submission, course: Course, options: Options) -> Result:
     """Grade a submission and write its files in OUT/NAME; whatever happens costs this submission and no other.
 
-    Args:
-        gpu: see :func:`grade`.
-        verify: what it claims is compared with what was found.
+    Returns:
+        What :func:`grade` does; ``claims`` of ``options.verify``, and ``viva``, the page with the questions.
     """
     try:
-        result = grade(one, course, out, seed, gpu=gpu)
+        result = grade(one, course, options)
         result.pop("claims", None)
-        if verify:
+        if options.verify:
             result["claims"] = claims.verify(one, result, course)
-            write_json(out / one.name / "record.json", result)
+            write_json(options.out / one.name / RECORD, result)
+        _write_pages(one, result, options.out)
+        if options.viva:
+            result["viva"] = viva(one, course, options.out, options.viva, result["seed"])
+        return result
     except Exception as error:
-        empty = {stage: _nothing(stage, "not graded") for stage in POINTS}
-        remark = f"NOT GRADED: {type(error).__name__}: {error}"
-        result = _result(one, seed, empty, [remark], []) | {"failed": True}
-    write_atomically(out / one.name / "feedback.md", feedback(result))
-    write_json(out / one.name / "results.json", gradescope(result))
+        return not_graded(one, options, f"{type(error).__name__}: {error}")
+
+
+def not_graded(one: Submission, options: Options, why: str) -> Result:
+    """The result, with its files, of a submission that could not be graded; it has no record, so it can be again."""
+    empty = {stage: _nothing(stage, "not graded") for stage in POINTS}
+    result = _result(one, options.seed, empty, [f"NOT GRADED: {why}"], []) | {"failed": True}
+    _write_pages(one, result, options.out)
     return result
 
 
-def grade(one: Submission, course: Course, out: Path, seed: int, *, gpu: bool) -> Result:
-    """Grade a submission, or take what an earlier run has made of the same files.
+def _write_pages(one: Submission, result: Result, out: Path) -> None:
+    write_atomically(out / one.name / "feedback.md", feedback(result))
+    write_json(out / one.name / "results.json", gradescope(result))
 
-    ``gpu``: also check and time its kernels on this machine's GPU.
+
+def grade(one: Submission, course: Course, options: Options) -> Result:
+    """Grade a submission, or take what an earlier run has made of the same files.
 
     Returns:
         ``name``, ``seed``, ``total``, ``remarks``, ``ignored``, ``failed`` and ``stages``: of each ``points``,
-        ``earned``, ``status``, ``groups``, ``reason`` and ``output``.
+        ``earned``, ``status``, ``groups``, ``reason`` and ``output``, on a GPU ``speed`` as well. Where it was graded,
+        ``key``, a hash of what was graded, and ``leaderboard``, the name to be shown there, or "".
     """
-    try:
-        contents = submission.read(one, [name for names in course.files.values() for name in names])
-    except SubmissionError as error:
-        empty = {stage: _nothing(stage, "cannot be read") for stage in POINTS}
-        return _result(one, seed, empty, [f"{error}"], [])
-    key = hashlib.sha256(f"{course.version} {gpu}".encode())
-    for name, data in sorted(contents.files.items()):
-        key.update(name.encode() + b"\0" + hashlib.sha256(data).digest())
-    record = out / one.name / "record.json"
-    if (before := _read(record)).get("key") == key.hexdigest():
-        return before
+    if ready := known(one, course, options):
+        return ready
+    contents, key, shown = _read_submission(one, course, options)
     with tempfile.TemporaryDirectory(prefix="student-", dir=course.edition.parent) as folder:
         student = Path(folder) / "edition"
         shutil.copytree(course.edition, student)
@@ -80,56 +103,77 @@ def grade(one: Submission, course: Course, out: Path, seed: int, *, gpu: bool) -
             if lacks:
                 why = reasons.get(lacks[0]) or f"{lacks[0]} is not written"
                 stages[stage] = _nothing(stage, why)
+        # Others' code may be in these; a home may be /.
+        hidden = [ROOT, options.out, Path.home(), course.edition.parent, one.path.parent]
+        arguments = ["--seed", str(options.seed), "--hide"]
+        arguments += [str(f.resolve()) for f in hidden if f.is_dir() and f.resolve() != Path("/")]
         written = [stage for stage in POINTS if stage not in stages]
         if written:
-            stages |= _check(written, student, course, out, seed)
-        timed = [s for s in written if WORTH[s].bands and stages[s]["groups"]] if gpu else []
-        if timed:
-            stages |= _check_on_gpu({s: stages[s] for s in timed}, student, course, out, seed)
+            stages |= _check(written, student, course, arguments)
+        if options.gpu:
+            timed = {s: stages[s] for s in written if WORTH[s].bands and stages[s]["groups"]}
+            stages |= _check_on_gpu(timed, student, arguments) if timed else {}
         stages = {stage: stages[stage] for stage in POINTS}
-    remarks = [*contents.problems, *reasons.values()]
+    problems = [text for text in contents.problems if text != f"{leaderboard.FILE} is missing"]
+    remarks = [*problems, *reasons.values()]
     own = [name for name in contents.ignored if not (course.edition / name).is_file()]
-    result = _result(one, seed, stages, list(dict.fromkeys(remarks)), own)
-    result["key"] = key.hexdigest()
-    write_json(record, result)
+    result = _result(one, options.seed, stages, list(dict.fromkeys(remarks)), own)
+    result |= {"key": key, "leaderboard": shown}
+    write_json(options.out / one.name / RECORD, result)
     return result
 
 
+def known(one: Submission, course: Course, options: Options) -> Result | None:
+    """The result of a submission where nothing is to be run: it has a record, or it cannot be read."""
+    try:
+        _, key, shown = _read_submission(one, course, options)
+    except SubmissionError as error:
+        empty = {stage: _nothing(stage, "cannot be read") for stage in POINTS}
+        return _result(one, options.seed, empty, [f"{error}"], [])
+    before = _read(options.out / one.name / RECORD)
+    return before | {"leaderboard": shown} if before.get("key") == key else None
+
+
+def _read_submission(
+    one: Submission, course: Course, options: Options
+) -> tuple[Contents, str, str]:
+    """What is in it, a hash of what is graded, and its name on the leaderboard."""
+    wanted = [name for names in course.files.values() for name in names]
+    contents = submission.read(one, [*wanted, leaderboard.FILE])
+    shown = leaderboard.chosen_name(contents.files.pop(leaderboard.FILE, b""))
+    key = hashlib.sha256(f"{course.version} {options.gpu}".encode())
+    for name, data in sorted(contents.files.items()):
+        key.update(name.encode() + b"\0" + hashlib.sha256(data).digest())
+    return contents, key.hexdigest(), shown
+
+
 def _check(
-    stages: Sequence[str], student: Path, course: Course, out: Path, seed: int
+    stages: Sequence[str], student: Path, course: Course, arguments: Sequence[str]
 ) -> dict[str, Result]:
     """The checks of these stages on what stands in the folder ``student``."""
     said: list[str] = []
     found = student.parent / "found"
     found.mkdir()
-    command = [sys.executable, "-m", "common.staff.judge.check", str(student), str(found), *stages]
-    command += ["--hide", *_hidden(course, out), "--device", "cpu"]
-    command += ["--both", "--no-timing", "--seed", str(seed)]
-    limit = STAGE_SECONDS * (len(stages) + 1)
-    status = child.run(command, limit, said.append, cwd=course.edition)
+    command = [*sandbox.tied(), sys.executable, "-m", "common.staff.judge.check", str(student)]
+    command += [str(found), *stages, "--device", "cpu", "--both", "--no-timing", *arguments]
+    status = child.run(command, SECONDS, said.append, cwd=course.edition)
     end = said[-1] if said else f"status {status}"
     return {stage: _found(stage, found, end) for stage in stages}
 
 
-def _hidden(course: Course, out: Path) -> list[str]:
-    """The folders that a student's process must not see."""
-    folders = [ROOT, out.resolve(), Path.home(), course.edition.parent]
-    return [
-        str(path) for path in folders if path.is_dir() and path != Path("/")
-    ]  # as a home may be
-
-
 def _check_on_gpu(
-    before: Mapping[str, Result], student: Path, course: Course, out: Path, seed: int
+    before: Mapping[str, Result], student: Path, arguments: Sequence[str]
 ) -> dict[str, Result]:
     """The results of these stages on the CPU, after their kernels have been checked and timed on the GPU."""
     said: list[str] = []
     found = student.parent / "found"
-    command = [sys.executable, "-m", "common.staff.judge.gpu", str(student), str(found), *before]
-    command += ["--seed", str(seed), "--hide", *_hidden(course, out)]
+    command = [*sandbox.tied(), sys.executable, "-m", "common.staff.judge.gpu", str(student)]
+    command += [str(found), *before, *arguments]
     # It has limits of its own; before them it may wait for the GPU.
     status = child.run(command, GPU_SECONDS, said.append, cwd=ROOT)
     end = said[-1] if said else f"status {status}"
+    if status == 2:
+        raise RuntimeError(end)
     return {s: with_gpu(s, on_cpu, *_read_gpu(s, found, end)) for s, on_cpu in before.items()}
 
 
