@@ -27,21 +27,23 @@ import textwrap
 import tomllib
 import zipfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
-from common import child, regions
+from common import regions
 from common.check.rng import new_seed
 from common.marked import write_atomically
 from common.paths import ROOT
 from common.record import describe_run, provenance
 from common.record.grid import Grid
 from common.staff import mutate
-from common.staff.grade import one
+from common.staff.grade import run
 from common.staff.grade.course import Course, course
+from common.staff.grade.one import Options
 from common.staff.grade.pages import Result, feedback
 from common.staff.grade.submission import Submission
 
@@ -131,14 +133,6 @@ def _put(path: Path, file: str, function: str, code: str) -> None:
     path.write_text(regions.join(found), encoding="utf-8")
 
 
-def examine(cheat: Cheat, fresh: Course, scratch: Path, seed: int) -> Outcome:
-    """Grade a cheat."""
-    name = re.sub(r"\W+", "-", cheat.name)
-    write(cheat, scratch / name, fresh)
-    options = one.Options(scratch / "out", seed)
-    return judged(cheat, one.graded(Submission(name, scratch / name), fresh, options))
-
-
 def judged(cheat: Cheat, result: Result) -> Outcome:
     """What came out, against what should have."""
     page = [*result["remarks"], *feedback(result).splitlines()]
@@ -183,9 +177,9 @@ def _zip(folder: Path) -> None:
     folder.rmdir()
 
 
-def table(outcomes: Sequence[Outcome], skipped: Sequence[Cheat]) -> str:
+def table(outcomes: Sequence[Outcome], skipped: Sequence[Cheat], device: str) -> str:
     """cheats/RESULTS.md."""
-    latest = describe_run(provenance(("common/staff/cheats/*.toml",), device="cpu", seed=0))
+    latest = describe_run(provenance(("common/staff/cheats/*.toml",), device=device, seed=0))
     refused = [o for o in outcomes if not o.cheat.honest]
     gained = sum(bool(o.wrong) for o in refused)
     lines = [
@@ -225,6 +219,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m common.staff.cheat", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--jobs", type=int, default=2, help="submissions at a time; default: 2")
+    parser.add_argument("--gpu", action="store_true", help="grade them with --gpu")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="keep what grading writes, with the class's report",
+    )
     parser.add_argument("--make", type=Path, metavar="FOLDER", help="write them there instead")
     parser.add_argument("name", nargs="*", help="only these; the table stays as it is")
     options = parser.parse_args(argv)
@@ -234,27 +235,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     wanted = [c for c in cheats if c.name in options.name or not options.name]
     runs = [c for c in wanted if c.device != "gpu"]
+    if options.gpu and not torch.cuda.is_available():
+        parser.error("--gpu: there is no GPU here that PyTorch can use")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     with course(console) as fresh, tempfile.TemporaryDirectory(prefix="cheats-") as scratch:
         if options.make:
             console.print(f"{make(wanted, fresh, options.make)} submissions: {options.make}")
             return 0
-        seed = new_seed()
-
-        def run(cheat: Cheat) -> Outcome:
-            outcome = examine(cheat, fresh, Path(scratch).resolve(), seed)
-            console.print(f"{cheat.name}: {outcome.earned:g}; {outcome.wrong or outcome.said}")
-            return outcome
-
-        with ThreadPoolExecutor(options.jobs) as pool:
-            try:
-                outcomes = list(pool.map(run, runs))
-            except KeyboardInterrupt:
-                pool.shutdown(wait=False, cancel_futures=True)
-                child.end_all()
-                raise
+        runs = {re.sub(r"\W+", "-", c.name): c for c in wanted if options.gpu or c.device != "gpu"}
+        for name, cheat in runs.items():
+            write(cheat, Path(scratch) / "in" / name, fresh)
+        out = (options.out or Path(scratch) / "out").resolve()
+        submissions = [Submission(name, Path(scratch).resolve() / "in" / name) for name in runs]
+        how = Options(out, new_seed(), options.gpu)
+        with closing(run.grade(submissions, fresh, how, options.jobs)) as coming:
+            results = run.collect(coming, len(runs), out, out / "grades.csv", console)
+    found = {result["name"]: result for result in results}
+    outcomes = [judged(cheat, found[name]) for name, cheat in runs.items()]
+    for outcome in (o for o in outcomes if o.wrong):
+        console.print(f"{outcome.cheat.name}: {outcome.wrong}")
     if not options.name:
-        write_atomically(TABLE, table(outcomes, [c for c in wanted if c.device == "gpu"]))
+        skipped = [c for c in wanted if c not in runs.values()]
+        write_atomically(TABLE, table(outcomes, skipped, "cuda" if options.gpu else "cpu"))
         console.print(f"written: {TABLE.relative_to(ROOT)}")
     wrong = [o.cheat.name for o in outcomes if o.wrong]
     console.print(f"{len(outcomes) - len(wrong)} of {len(outcomes)} as they should be")

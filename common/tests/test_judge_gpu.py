@@ -58,6 +58,8 @@ def test_a_group_counts_if_it_has_passed_on_both_devices():
     assert both["earned"] == 3 + 0.75 and both["status"] == "passed" and both["speed"] == speed
     failed = dict(cpu, status="failed", groups=[groups[0], groups[1] | {"status": "failed"}])
     assert with_gpu("task4", cpu, failed, {})["earned"] == 1.5
+    half = dict(failed, earned=2)  # a mistake in what only the CPU runs
+    assert with_gpu("task4", half, cpu, {"a": {"part": 1.0}})["earned"] == 2
     crashed = dict(cpu, status="not run", groups=[], reason="the checks stopped")
     found = with_gpu("task4", cpu, crashed, {})
     assert (found["earned"], found["reason"], found["status"]) == (

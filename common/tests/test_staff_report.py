@@ -5,7 +5,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from common.staff.grade import __main__, leaderboard, report
+from common.staff.grade import leaderboard, report, run
 
 POINTS = {"task1": 2.0, "task4": 4.0}
 
@@ -199,7 +199,7 @@ def test_the_edition_takes_nobody_part():
 def test_without_matplotlib_the_page_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     (tmp_path / "report.png").write_bytes(b"of an earlier run")
-    __main__._write_report([result("x")], tmp_path, Console())
+    run._write_report([result("x")], tmp_path, Console())
     assert "no report.png: matplotlib is not installed" in capsys.readouterr().out
     assert "report.png" not in (tmp_path / "report.md").read_text()
     assert not (tmp_path / "report.png").exists()
@@ -210,13 +210,13 @@ def test_the_picture(tmp_path, count):
     pytest.importorskip("matplotlib")
     bad = failed(SCALE.format(n=1), "Error: $x_1 \N{SNOWMAN} " + "long " * 50)
     results = [result(f"s{n}", task1=bad if n % 2 else passed("task1")) for n in range(count)]
-    __main__._write_report(results, tmp_path, Console())
+    run._write_report(results, tmp_path, Console())
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "](report.png)" in (tmp_path / "report.md").read_text()
 
 
 def test_no_picture_of_nothing(tmp_path):
-    __main__._write_report([unread("y", "it is no zip")], tmp_path, Console())
+    run._write_report([unread("y", "it is no zip")], tmp_path, Console())
     assert (
         not (tmp_path / "report.png").exists()
         and "it is no zip" in (tmp_path / "report.md").read_text()

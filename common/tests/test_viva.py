@@ -12,7 +12,7 @@ from common import regions
 from common.paths import ROOT
 from common.staff import student_edition
 from common.staff.grade import __main__ as grade
-from common.staff.grade import one, source
+from common.staff.grade import one, run, source
 from common.staff.grade.course import course
 from common.staff.grade.submission import Submission
 from common.staff.judge import sandbox
@@ -240,8 +240,8 @@ def test_the_command_prints_the_page_of_the_seed_that_graded(tmp_path, monkeypat
     monkeypatch.setattr(grade, "course", lambda *_: nullcontext("fresh"))
     monkeypatch.setattr(one, "grade", lambda *_: result)
     monkeypatch.setattr(one, "_write_pages", lambda *_: None)
-    monkeypatch.setattr(grade, "table", lambda results: "")
-    monkeypatch.setattr(grade, "_write_report", lambda *_: None)
+    monkeypatch.setattr(run, "table", lambda results: "")
+    monkeypatch.setattr(run, "_write_report", lambda *_: None)
     monkeypatch.setattr(one, "viva", lambda *rest: calls.append(rest) or "# ann: [1] of 2")
     out = tmp_path / "out"
     assert grade.main([str(tmp_path / "ann"), "--out", str(out), "--viva", "2"]) == 0

@@ -6,6 +6,8 @@ course       the fresh edition that a submission's answers are put into
 one          one submission: its checks, its points
 claims       what Results.md and the records of a submission say, beside what was found
 pages        what comes out: a page for the student, Gradescope's file, the table
+run          all of them: on this machine, and what is written while results come
+slurm        all of them: in the jobs of a cluster
 report       the report for the class
 chart        its picture
 leaderboard  its ranking, of those who take part

@@ -13,8 +13,7 @@ stopped.
 import argparse
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import FrameType
@@ -22,17 +21,10 @@ from types import FrameType
 import torch
 from rich.console import Console
 
-from common import child
-from common.build import toolchain
-from common.check.progress import progress
 from common.check.rng import new_seed
-from common.marked import write_atomically
-from common.record import POINTS
-from common.staff.grade import chart, one, report, slurm, submission
-from common.staff.grade.course import Course, course
+from common.staff.grade import run, slurm, submission
+from common.staff.grade.course import course
 from common.staff.grade.one import Options
-from common.staff.grade.pages import Result, table
-from common.staff.grade.submission import Submission
 from common.staff.judge import sandbox
 
 
@@ -55,66 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     for sentence in sandbox.missing():
         console.print(f"warning: {sentence}")
     how = Options(options.out, options.seed, options.gpu, options.verify, options.viva)
-    results: dict[str, Result] = {}
     csv_file = options.csv or options.out / "grades.csv"
     with ExitStack() as stack:
         within = stack.enter_context(slurm.scratch(options.out, console)) if options.slurm else None
         fresh = stack.enter_context(course(console, within))
-        bar = stack.enter_context(progress(console))
-        task = bar.add_task("submissions", total=len(found.submissions))
-        way = slurm.grade if options.slurm else _grade
-        coming = way(found.submissions, fresh, how, options.jobs)
-        for result in stack.enter_context(closing(coming)):  # ends all that runs before the rest
-            results[result["name"]] = result
-            write_atomically(csv_file, table(list(results.values())))
-            bar.advance(task)
-            console.print(_line(result))
-            if "viva" in result:
-                console.print(result["viva"])
-    _write_report(list(results.values()), options.out, console)
+        way = slurm.grade if options.slurm else run.grade
+        # What runs ends before the scratch folders go.
+        coming = stack.enter_context(closing(way(found.submissions, fresh, how, options.jobs)))
+        results = run.collect(coming, len(found.submissions), options.out, csv_file, console)
     console.print(f"\n{len(results)} graded: {csv_file}")
-    return 1 if any(r["failed"] for r in results.values()) else 0
-
-
-def _grade(
-    submissions: Sequence[Submission], fresh: Course, how: Options, jobs: int | None
-) -> Iterator[Result]:
-    """The results as they come, on this machine."""
-    with ThreadPoolExecutor(jobs or 1) as pool:
-        futures = [pool.submit(one.graded, entry, fresh, how) for entry in submissions]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            while wait(futures, timeout=0.2).not_done:
-                child.end_all()
-            raise
-
-
-def _line(result: Result) -> str:
-    """What is printed of a submission."""
-    notes = f"; {result['remarks'][0]}" if result["remarks"] else ""
-    if wrong := result.get("claims", {}).get("lines"):
-        notes += f"; {len(wrong)} of its claims do not fit"
-    return f"{result['name']}: {result['total']:g} of {sum(POINTS.values())}{notes}"
+    return 1 if any(result["failed"] for result in results) else 0
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def _write_report(results: Sequence[Result], out: Path, console: Console) -> None:
-    """OUT/report.md, and OUT/report.png where matplotlib is installed and something was graded."""
-    picture = out / "report.png"
-    picture.unlink(missing_ok=True)
-    if report.graded(results):
-        try:
-            chart.draw(results, picture)
-        except ModuleNotFoundError as error:
-            console.print(chart.MISSING if error.name == "matplotlib" else str(error))
-    name = picture.name if picture.exists() else ""
-    write_atomically(out / "report.md", report.report(results, picture=name))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -148,8 +94,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="also write N questions about each submission's own code, with answers: OUT/NAME/viva.md",
     )  # fmt: skip
     options = parser.parse_args(argv)
-    no_gpu = toolchain.find_gpu() is None or not torch.cuda.is_available()
-    if options.gpu and not options.slurm and no_gpu:
+    if options.gpu and not options.slurm and not torch.cuda.is_available():
         parser.error("--gpu: there is no GPU here that PyTorch can use")
     if options.viva < 0:
         parser.error(f"--viva must be 0 (no questions) or more; got {options.viva}")

@@ -183,7 +183,7 @@ def _read_gpu(stage: str, found: Path, end: str) -> tuple[Result, Result]:
 
 
 def with_gpu(stage: str, cpu: Result, gpu: Result, speed: Mapping[str, Any]) -> Result:
-    """A stage's result on both devices: a group counts if it has passed on both, and speed if all have on the GPU.
+    """A stage's result on both devices: a group counts if it has passed on both; all are worth less if it is slow.
 
     Args:
         stage: "task4".
@@ -197,7 +197,7 @@ def with_gpu(stage: str, cpu: Result, gpu: Result, speed: Mapping[str, Any]) -> 
         for g in cpu["groups"]
     ]
     part = fmean(times["part"] for times in speed.values()) if speed else 0.0
-    points = (1 - worth.speed) * earned(worth, groups) + worth.speed * worth.points * part
+    points = earned(worth, groups) * (1 - worth.speed * (1 - part))
     passed = all(group["status"] == "passed" for group in groups) and gpu["status"] == "passed"
     return cpu | {
         "groups": groups,
