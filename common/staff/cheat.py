@@ -1,8 +1,8 @@
 """Does dishonesty pay? ``python -m common.staff.cheat [NAME ...]`` grades dishonest submissions.
 
 cheats/*.toml has them as data. Each is graded as any submission is. It must get no point that it has not earned, and
-its page must say why; honest submissions, among them faster solutions than the course's, must get all of theirs.
-cheats/RESULTS.md gets what came out.
+its page must say why; honest submissions, among them other solutions than the course's, must get all that the checks
+give, and what their speed earns. cheats/RESULTS.md gets what came out.
 
     [[cheat]]
     name = 'ends the process'
@@ -38,7 +38,7 @@ from common import regions
 from common.check.rng import new_seed
 from common.marked import write_atomically
 from common.paths import ROOT
-from common.record import describe_run, provenance
+from common.record import WORTH, describe_run, earned, provenance
 from common.record.grid import Grid
 from common.staff import mutate
 from common.staff.grade import run
@@ -138,8 +138,9 @@ def judged(cheat: Cheat, result: Result) -> Outcome:
     page = [*result["remarks"], *feedback(result).splitlines()]
     said = next((line for line in page if cheat.reason in line), "")
     wrong = ""
-    if cheat.honest and result["total"] != cheat.points:
-        wrong = f"an honest submission got {result['total']:g} of {cheat.points:g} points"
+    checks = sum(earned(WORTH[name], stage["groups"]) for name, stage in result["stages"].items())
+    if cheat.honest and checks != cheat.points:
+        wrong = f"the checks give an honest submission {checks:g} of {cheat.points:g} points"
         said = "; ".join(s["reason"] or s["status"] for s in result["stages"].values())
     elif result["total"] > cheat.points:
         wrong = f"it got {result['total']:g} points; it may have {cheat.points:g}"

@@ -16,7 +16,7 @@ class Row(NamedTuple):
     Attributes:
         place: from 1; equal speeds share one.
         name: as it is shown, unique.
-        ratio: the reference's time divided by this one's, geometric mean over the stage's benchmarks.
+        ratio: the time of the course's kernel divided by this one's, geometric mean over the stage's benchmarks.
         milliseconds: of each benchmark, by its name.
     """
 

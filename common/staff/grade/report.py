@@ -126,7 +126,7 @@ def mistake(text: str) -> str:
 
 
 def _general(line: str) -> str:
-    line = re.sub(r"\S*/(\S+?\.\w+)(:\d+)*", r"\1", line)  # a path, and its line
+    line = re.sub(r"[\w./-]*/([\w.-]+\.\w+)(:\d+)*", r"\1", line)  # a path, and its line
     line = re.sub(r"0x[0-9a-fA-F]+", "#", line)
     line = re.sub(r"(?<![\w#])[-+]?\d[\d,]*\.?\d*(e[-+]?\d+)?(?![\w.])", "#", line)
     return _cut(line)
@@ -194,8 +194,8 @@ def _leaderboard(counted: Results) -> list[str]:
     taking_part = sum(bool(result["leaderboard"]) for result in counted)
     lines.append(
         f"{_count(taking_part, 'submission')} of {len(counted)} take part, by a name in"
-        f" {leaderboard.FILE}. A stage ranks those whose checks all passed, by the time of PyTorch's"
-        " reference divided by theirs (geometric mean)."
+        f" {leaderboard.FILE}. A stage ranks those whose checks all passed, by the time of the"
+        " course's kernel divided by theirs (geometric mean)."
     )
     for stage in stages(counted):
         if rows := leaderboard.ranking(counted, stage):
