@@ -150,10 +150,10 @@ def judged(cheat: Cheat, result: Result) -> Outcome:
 
 
 def make(cheats: Sequence[Cheat], fresh: Course, folder: Path) -> int:
-    """Write all as submissions, and two mutants of each stage on top of full solutions; how many."""
+    """Write all as submissions, and two mutants of each stage's answers on top of full solutions; how many."""
     mutants: list[mutate.Mutant] = []
     for stage in range(1, 7):
-        mutants += mutate.load([stage])[:2]
+        mutants += [m for m in mutate.load([stage]) if _in_answers(m, fresh)][:2]
     whole = Cheat("whole", "", solved=range(1, 7))
     for number, entry in enumerate([*cheats, *mutants]):
         name = re.sub(r"\W+", "-", f"{number:02} {entry.name}")
@@ -165,6 +165,14 @@ def make(cheats: Sequence[Cheat], fresh: Course, folder: Path) -> int:
         if number % 2:
             _zip(path)
     return len(cheats) + len(mutants)
+
+
+def _in_answers(mutant: mutate.Mutant, fresh: Course) -> bool:
+    if mutant.file not in fresh.files[mutant.file.partition("/")[0]]:
+        return False
+    text = (ROOT / mutant.file).read_text(encoding="utf-8")
+    before, after = (regions.regions(t, mutant.file) for t in (text, mutant.applied(text)))
+    return [region.lines for region in before] != [region.lines for region in after]
 
 
 def _zip(folder: Path) -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from common import regions
-from common.build import KernelError
+from common.build import KernelError, using
 from common.check import CheckFailed
 from common.paths import ROOT
 from common.staff import student_edition
-from common.staff.judge import sandbox, transfer
+from common.staff.judge import remote, sandbox, transfer
 from common.staff.judge.check import marked_functions
 from common.staff.judge.remote import ForkServer, Worker, standing_in
 
@@ -173,3 +173,23 @@ def test_no_tensor_lies_outside_of_its_memory(form):
     memory = torch.zeros(256, dtype=torch.uint8)
     with pytest.raises(transfer.TransferError):
         transfer.tensor_at(memory, *form)
+
+
+def test_a_function_that_hangs_is_tried_a_few_times(edition, server, monkeypatch):
+    from task1.attention import CustomSelfAttention
+
+    monkeypatch.setattr(remote, "MORE", 0)
+    write(edition, "task1/attention.py", "CustomSelfAttention.forward", "while True: pass", " " * 8)
+    layer, found = CustomSelfAttention(*torch.ones(4, 8, 8), 8, 2), []
+    with (
+        closing(Worker(server)) as worker,
+        standing_in(worker, marked_functions()),
+        using(limit=0.5),
+    ):
+        for _ in range(remote.LATE + 1):
+            with pytest.raises(CheckFailed) as caught:
+                layer(torch.ones(1, 2, 8))
+            found.append(str(caught.value))
+    assert found[0] == "did not end within 0.5 s, and was ended"
+    assert found[1:-1] == found[:1] * (remote.LATE - 1)
+    assert found[-1] == f"not run: it has taken too long {remote.LATE} times"

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -32,6 +33,7 @@ from common.staff.judge import forkserver, transfer
 MORE = 20.0  # seconds beyond a case's own limit until the process is ended
 BUILD = 120.0  # seconds for a build
 ENOUGH = 20  # times that a process may end before it is not started again
+LATE = 3  # times that a function or a kernel may take too long before it is not run again
 START = 120.0  # seconds until a process answers for the first time: it imports PyTorch
 END = 10.0  # seconds for ending what a student's code has started
 _ERRORS = {
@@ -144,6 +146,7 @@ class Worker:
         self._server = server
         self._connection: socket.socket | None = None
         self.ended = 0  # how often the process has ended by itself, or had to be
+        self._late: Counter[tuple[str, ...]] = Counter()  # by what was asked for
 
     def ask(self, seconds: float, kind: str, *rest: Any) -> tuple[Any, dict[str, Any]]:
         """The value of a request, and what else its answer says.
@@ -152,6 +155,9 @@ class Worker:
             CheckFailed: the process has ended, took too long, or answers nonsense.
             KernelError, BuildError, ValueError, TypeError: what was raised there.
         """
+        what = tuple(part for part in rest[:3] if isinstance(part, str))
+        if self._late[what] >= LATE:
+            raise CheckFailed(f"not run: it has taken too long {LATE} times")
         settings = asdict(library.settings()) | {"threads": None}
         with _disable_current_modes():
             sent = transfer.Sent((kind, settings, *rest))
@@ -167,6 +173,9 @@ class Worker:
             except transfer.TransferError as error:
                 self._end()
                 raise CheckFailed(f"the process with this code sent {error}") from None
+            except (CheckFailed, KernelError) as error:
+                self._late[what] += "did not end within" in str(error)
+                raise
             finally:
                 sent.close()
                 os.close(answer_fd)

@@ -1,13 +1,17 @@
 """A stage's checks in a process of their own, so that a crash or a hang does not end the others."""
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from common.record import write_json
 from common.staff.judge import STAGE_SECONDS
+
+PR_SET_PDEATHSIG = 1
 
 
 def in_a_process(function: Callable[[], int], file: Path) -> int:
@@ -27,6 +31,8 @@ def in_a_process(function: Callable[[], int], file: Path) -> int:
 
 
 def _call(function: Callable[[], int], file: Path) -> None:
+    # It ends with the process that waits for it, even by SIGKILL. A fork does not inherit that.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with open(file.with_suffix(".txt"), "w") as said:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
