@@ -18,6 +18,7 @@ from common.timing import Backend, sdpa
 
 LN_2 = math.log(2)
 NOT_ZERO = "a {} is not set to 0: its maximum is -inf, and -inf - -inf or 0 / 0 is NaN"
+ORDERS = 8
 FLOAT16_OVERFLOWS = 65520.0  # from here on a float16 is infinite
 
 
@@ -129,6 +130,36 @@ def attention_pytorch(
         q, k, v, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out.nan_to_num(0.0).transpose(1, 2)
+
+
+def least_accurate(
+    attend: Callable[..., Tensor], truth: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> Tensor:
+    """The least accurate of ORDERS results, in which the sums behind the scores are taken in different orders.
+
+    Where scores are in the hundreds, the error of a small case is that of the one row whose two largest scores are
+    nearly equal: whether one order gets that row right is luck.
+
+    Args:
+        attend: one of PyTorch's, from this module.
+        truth: the same in float64.
+        q, k, v: see the module.
+        options: arguments of ``attend``.
+    """
+    rng = torch.Generator().manual_seed(0)
+    orders = [torch.randperm(q.shape[3], generator=rng).to(q.device) for _ in range(ORDERS)]
+    found = [attend(q[..., order], k[..., order], v, **options) for order in orders]
+    return max(found, key=lambda got: (got - truth).abs().max().item())
+
+
+def references(
+    q: Tensor, k: Tensor, v: Tensor, *, large_scores: bool = False, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """The truth, and PyTorch's own; ``large_scores``: the least accurate of several."""
+    truth = attention_float64(q, k, v, **options)
+    if large_scores:
+        return truth, least_accurate(attention_pytorch, truth, q, k, v, **options)
+    return truth, attention_pytorch(q, k, v, **options)
 
 
 def attention_fused_float32(
