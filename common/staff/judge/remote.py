@@ -36,6 +36,7 @@ ENOUGH = 20  # times that a process may end before it is not started again
 LATE = 3  # times that a function or a kernel may take too long before it is not run again
 START = 120.0  # seconds until a process answers for the first time: it imports PyTorch
 END = 10.0  # seconds for ending what a student's code has started
+SOURCES = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("task*/attention_kernel.cu")]
 _ERRORS = {
     "KernelError": KernelError,
     "BuildError": BuildError,
@@ -299,10 +300,9 @@ def standing_in(worker: Worker, functions: Sequence[tuple[str, str]]) -> Iterato
                 mode.found += _strings(answer.get("attention"))
         repeating[0] = True
         try:
-            for source, name, kernels in answer.get("launches", ()):
-                launched[0], allocated[0] = _strings(kernels), 0
-                path = ROOT / str(source)
-                Kernels(str(path), path.name).launch(str(name), at=torch.empty(0))
+            for path, name, kernels in _launches(answer.get("launches")):
+                launched[0], allocated[0] = kernels, 0
+                Kernels(str(path), path.name).launch(name, at=torch.empty(0))
         finally:
             repeating[0] = False
 
@@ -324,6 +324,25 @@ def standing_in(worker: Worker, functions: Sequence[tuple[str, str]]) -> Iterato
 
 def _bound(call: Callable[..., Any], module: str, name: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: call(module, name, *args, **kwargs)
+
+
+def _launches(value: Any) -> list[tuple[Path, str, list[str]]]:
+    """The kernels' file, the launcher and the kernels of each launch that an answer tells of."""
+    found = []
+    for launch in value if type(value) is list else ():
+        if (
+            type(launch) is not list
+            or len(launch) != 3
+            or any(type(t) is not str for t in launch[:2])
+        ):
+            raise CheckFailed("the process with this code tells of launches that are none")
+        source, name, kernels = launch
+        if source not in SOURCES:
+            raise CheckFailed(
+                "the process with this code tells of launches from a file without kernels"
+            )
+        found.append((ROOT / source, name, _strings(kernels)))
+    return found
 
 
 def _strings(value: Any) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from common.build import Kernels, builder, library, observing, using
+from common.check.poison import poisoned
 from common.check.watch import Watch, attention_calls
 from common.paths import ROOT
 from common.staff.judge import device_code, transfer
@@ -108,7 +109,7 @@ def _call(answer: dict, module: str, name: str, key: int | None, args: tuple, kw
         launches.append([source, launcher, library.launched()])
 
     calls = attention_calls([])
-    with torch.no_grad(), calls, Watch() as did, observing(seen):
+    with torch.no_grad(), poisoned(), calls, Watch() as did, observing(seen):
         value = function(*args, **kwargs)
     answer.update(launches=launches, attention=calls.found, computed=did.computed)
     answer.update(memory=did.memory, largest=list(did.largest))
