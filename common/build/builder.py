@@ -41,6 +41,8 @@ STALE = 24 * 3600  # seconds after which the working folder of a killed build is
 ROOM = 16 << 20  # bytes that a build may take: mostly the compiler's temporary files
 
 CPP_FLAGS = ("-std=c++17", "-fPIC", "-pthread")
+# For C++ that computes. Without the flags for errors of arithmetic, comparisons become selections in vectors.
+COMPUTE_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math")
 NVCC_FLAGS = (
     "-shared", "-O3", "-std=c++17", "-lineinfo",  # lineinfo: profilers and compute-sanitizer show the line
     "-Xcompiler", "-fPIC",
@@ -95,7 +97,7 @@ def build(
     """Build what is not there yet and return the libraries, one for each source.
 
     Args:
-        sources: .cu files.
+        sources: .cu files, or .cpp files for the CPU.
         device: ``"cpu"`` (through common.cuda_on_cpu) or ``"cuda"``.
         check: for the CPU: the build that finds races and accesses out of bounds.
         arch: for CUDA: ``"sm_90a"``; default: this machine's GPU.
@@ -122,6 +124,10 @@ def plan(
     source = Path(source).resolve()
     if not source.is_file():
         raise BuildError(f"there is no {display(source)}")
+    if source.suffix == ".cpp":
+        if device != "cpu":
+            raise BuildError(f"{display(source)} is C++ for the CPU, and not for {device}")
+        return _plan_cpp(source)
     if device == "cuda":
         return _plan_cuda(source, arch, here)
     if device == "cpu":
@@ -199,6 +205,17 @@ def _plan_cpu(source: Path, check: bool) -> Target:
     built_for, tag = ("the CPU, checked", "cpu-check") if check else ("the CPU", "cpu")
     path = _library(source, tag, digest)
     return Target(source, "cpu", built_for, str(compiler), commands, path, files, needs=(runtime,))
+
+
+def _plan_cpp(source: Path) -> Target:
+    """C++ without kernels, for this machine's own instructions. It has no check build."""
+    compiler = toolchain.cpp_compiler()
+    flags = (*CPP_FLAGS, *COMPUTE_FLAGS, "-shared", *_own_symbols(compiler.family))
+    command = (compiler.path, *flags, display(source), "-o", OUT)
+    files = closure(source, ())
+    words = [*command, str(compiler), toolchain.machine(), toolchain.instructions()]
+    path = _library(source, "cpu", _digest(files, words))
+    return Target(source, "cpu", "the CPU", str(compiler), (command,), path, files)
 
 
 def plan_host(source: Path, function_type: str | None = None) -> Target:

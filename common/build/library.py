@@ -146,6 +146,7 @@ class Kernels:
         self.source = Path(file).resolve().parent / source
         # (name, torch.device, check build) -> the function that does the call
         self._calls: dict[tuple[str, Any, bool], Callable[[Arguments], int | None]] = {}
+        self._queries: dict[tuple[str, Any, bool], Callable[[Arguments, int], int]] = {}
 
     def launch(self, name: str, /, **arguments: Any) -> None:
         """Run a launcher on the device of its tensors, on torch's current stream.
@@ -194,7 +195,11 @@ class Kernels:
         Raises:
             As ``launch``.
         """
-        return self._caller(name, device, _settings.check, launcher=False)(arguments, 0)
+        key = (name, device, _settings.check)
+        call = self._queries.get(key)
+        if call is None:
+            call = self._queries[key] = self._caller(*key, launcher=False)
+        return call(arguments, 0)
 
     def has_query(self, name: str) -> bool:
         """Whether the .cu exports such a query. Builds nothing."""

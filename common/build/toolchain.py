@@ -320,6 +320,15 @@ def machine() -> str:
     return f"{platform.system()} {platform.machine()}"
 
 
+def instructions() -> str:
+    """What this processor can do, on which code for -march=native depends."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
 def _output(*command: str) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)

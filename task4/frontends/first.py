@@ -1,0 +1,24 @@
+"""From an edit to a first result: ``python -m task4.frontends.first NAME DEVICE FOLDER``.
+
+Compiles into FOLDER, where nothing is compiled yet, and computes an attention of one tile.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from common.build import builder
+from task4.frontends.frontends import FRONT_ENDS
+
+
+def main(name: str, device: str, folder: str) -> None:
+    """Compute once."""
+    builder.BUILD = Path(folder)
+    (front_end,) = (front_end for front_end in FRONT_ENDS if front_end.name == name)
+    q, k, v = torch.randn(3, 1, 32, 1, 64, device=device)
+    front_end.attention(q, k, v, causal=True).sum().item()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
