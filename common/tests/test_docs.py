@@ -182,7 +182,9 @@ def test_versions_in_the_texts_are_those_of_pyproject() -> None:
     said = re.findall(r"Python (3\.\d+) to (3\.\d+)", "\n".join(map(read, PAGES)))
     assert said and set(said) == {(f"3.{minors[0]}", f"3.{minors[-1]}")}
     # A package's version is stated in pyproject.toml, and in what a program has written.
-    written = re.compile(r"<!-- (train|grade|ladder|mutants|cheats|frontends):.*?<!-- end", re.DOTALL)
+    written = re.compile(
+        r"<!-- (train|grade|ladder|mutants|cheats|frontends):.*?<!-- end", re.DOTALL
+    )
     for file in PAGES:
         text = written.sub("", read(file))
         assert not re.search(r"\b(torch|transformers)( |[=<>~]=?)\d", text), file

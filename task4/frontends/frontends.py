@@ -53,4 +53,9 @@ class FrontEnd:
         return None
 
 
-FRONT_ENDS = (FrontEnd("cpp", "C++ on the CPU", ("host.cpp", "elements.h", "cpp.py"), ("cpu",)),)
+FRONT_ENDS = (
+    FrontEnd("cpp", "C++ on the CPU", ("host.cpp", "elements.h", "cpp.py"), ("cpu",)),
+    FrontEnd(
+        "operators", "task 4's kernel in PyTorch's library", ("operators.py",), ("cpu", "cuda")
+    ),
+)

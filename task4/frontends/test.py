@@ -5,15 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional
 
+import task4.attention
+import task5.attention
 from common.check import Case, Suite, assert_close
 from common.check.attention import hide_invisible, mistakes, references
 from common.check.watch import Watch
-from task4.frontends import __main__ as command
-from task4.frontends import cpp
-from task4.frontends.benchmark import Times
-from task4.frontends.frontends import FrontEnd
+from task4.frontends import cpp, operators
 from task4.test import ATTENTION
+from task6.attention import RoPE, customAttention
 
 suite = Suite("task4.frontends", title="FlashAttention-2 through other front ends")
 AXES = ("batch", "row", "head", "column")
@@ -42,6 +43,17 @@ def host_matches_float64(case, device, rng):
         got = cpp.flash_attention(q, k, v, **visible)
     assert_close(got, truth, pytorch, axes=AXES, suspects=mistakes(*inputs, **visible))
     did.expect({}, memory=got.nbytes)
+
+
+@suite.check("operators", [case for case in ATTENTION if not (case.gaps or case.large_tile)])
+def operator_matches_float64(case, device, rng):
+    q, k, v = case.qkv(rng)
+    visible = case.visible(device)
+    truth, pytorch = references(q, k, v, large_scores=case.magnitude > 1, **visible)
+    inputs = q, k.clone(), v.clone()
+    hide_invisible(k, v, **visible)
+    got = operators.flash_attention(q, k, v, **visible)
+    assert_close(got, truth, pytorch, axes=AXES, suspects=mistakes(*inputs, **visible))
 
 
 @suite.check("cpp", ASSIGNMENT, kernels=False)
@@ -96,27 +108,108 @@ def test_naive_takes_float32_only():
         cpp.naive_attention(*(torch.zeros(1, 4, 2, 8, dtype=torch.half) for _ in range(3)))
 
 
-def test_the_command(capsys):
-    with pytest.raises(SystemExit):
-        command.main(["rust"])
-    assert "there is no front end 'rust'; there are cpp" in capsys.readouterr().err
-    assert command.main(["cpp", "--check-only"]) == 0
-    said = capsys.readouterr().out
-    assert f"cpp   {len(HOST) + len(ASSIGNMENT)} of {len(HOST) + len(ASSIGNMENT)}" in said
+# Operators -----------------------------------------------------------------------------------------------
 
 
-def test_the_table_has_bars_and_says_which_are_not_met(monkeypatch):
-    slow = {"host.cpp": Times(1.0, 0.5, 9), "PyTorch": Times(0.5, 1.0, 9)}
-    monkeypatch.setattr(command, "time_on_cpu", lambda *_: slow)
-    grids = command._on_cpu(seed=1)
-    assert [grid.bars for grid in grids] == [[False] * 3] * 2
-    assert grids[0].rows[0][-1] == "0.50 (n 9)" and grids[0].rows[1][-1] == "0.50 ! (n 9)"
+def sample(*, heads=4, kv_heads=2, q_len=20):
+    return torch.randn(2, q_len, heads, 32), *torch.randn(2, 2, 20, kv_heads, 32)
 
 
-def test_what_is_not_installed_is_said():
-    other = FrontEnd("other", "", (), ("cpu",), packages=("no_such_package",))
-    assert other.why_not("cpu") == "other needs no_such_package: pip install '.[other]'"
-    assert other.why_not("cuda") == "other runs on cpu tensors; here they are on cuda"
+@pytest.mark.parametrize("lengths", [None, torch.tensor([3, 20], dtype=torch.int32)])
+def test_attention_and_decode_are_operators(lengths):
+    check, ops = torch.library.opcheck, torch.ops.course
+    check(ops.flash_attention, (*sample(), lengths is None, None, lengths, None))
+    check(ops.flash_attention_decode, (*sample(q_len=1), 0.3, lengths, None, 2))
+
+
+def test_the_update_of_a_cache_is_an_operator():
+    caches, new = torch.zeros(2, 2, 50, 64), torch.randn(2, 2, 3, 64)
+    positions = torch.tensor([3, 5], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.course.update_kv_cache, (*caches, *new, 7))
+    torch.library.opcheck(torch.ops.course.update_kv_cache_at, (*caches, *new, positions))
+
+
+def layer_of(task):
+    return task.CustomFlashAttention(*torch.randn(4, 64, 64).mul(1 / 8), 64, 4)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@torch.no_grad()
+def test_task_4_compiles_whole(backend):
+    layer, x = layer_of(task4.attention), torch.randn(2, 33, 64)
+    expected = layer(x, causal=True)
+    with operators.in_use():
+        compiled = torch.compile(layer, fullgraph=True, backend=backend)
+        torch.testing.assert_close(compiled(x, causal=True), expected)
+
+
+@torch.no_grad()
+def test_task_5_compiles_whole_for_prompts_and_tokens():
+    layer, x = layer_of(task5.attention), torch.randn(2, 20, 64)
+
+    def generated(layer):
+        caches = torch.zeros(2, 2, 50, 64)
+        found = [layer(x, tuple(caches), causal=True)]
+        found += (layer(x[:, :1], tuple(caches), decode=True, current_pos=p) for p in (20, 21))
+        return [*found, caches]
+
+    expected = generated(layer)
+    with operators.in_use():
+        compiled = generated(torch.compile(layer, fullgraph=True, backend="aot_eager"))
+    torch.testing.assert_close(compiled, expected)
+
+
+@torch.no_grad()
+def test_task_6_compiles_whole():
+    layer, x = customAttention(64, 4, RoPE(16, 50)), torch.randn(2, 20, 64)
+
+    def both(layer):
+        caches = torch.zeros(2, 2, 50, 64)
+        found = [layer(x, tuple(caches), 0), layer(x[:, :1], tuple(caches), 20)]
+        return [*found, caches]
+
+    expected = both(layer)
+    with operators.in_use():
+        compiled = both(torch.compile(layer, fullgraph=True, backend="aot_eager"))
+    torch.testing.assert_close(compiled, expected)
+
+
+@torch.no_grad()
+def test_what_is_exported_has_the_operator():
+    layer, x = layer_of(task4.attention), torch.randn(2, 33, 64)
+    with operators.in_use():
+        exported = torch.export.export(layer, (x,))
+    targets = [node.target for node in exported.graph.nodes]
+    assert targets.count(torch.ops.course.flash_attention.default) == 1
+    torch.testing.assert_close(exported.module()(x), layer(x))
+
+
+@pytest.mark.parametrize(("q_len", "causal"), [(20, False), (20, True), (7, True), (30, False)])
+def test_it_stands_in_for_sdpa(q_len, causal):
+    q, k, v = (t.transpose(1, 2) for t in sample(q_len=q_len))
+    options = {"is_causal": causal, "scale": 0.3, "enable_gqa": True}
+    expected = functional.scaled_dot_product_attention(q, k, v, **options)
+    with operators.instead_of_sdpa():
+        got = functional.scaled_dot_product_attention(q, k, v, **options)
+    torch.testing.assert_close(got, expected)
+    assert torch.equal(got, operators.scaled_dot_product_attention(q, k, v, **options))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attn_mask": torch.zeros(20, 20)}, "attn_mask is not supported by course::flash_attention: use is_causal"),
+        ({"dropout_p": 0.1}, r"got dropout_p 0\.1: call model\.eval\(\) first"),
+        ({"enable_gqa": False}, "enable_gqa must be True for 4 heads with 2 of keys"),
+        ({"query": torch.zeros(4, 20, 32)}, r"query must be \(batch, heads, q_len, head_dim\)"),
+        ({"query": torch.zeros(2, 4, 21, 32), "is_causal": True}, "more queries than keys .* got 21 queries, 20 keys"),
+    ],
+)  # fmt: skip
+def test_what_sdpa_can_do_and_this_cannot(change, message):
+    query, key, value = (t.transpose(1, 2) for t in sample())
+    given = {"query": query, "key": key, "value": value, "enable_gqa": True} | change
+    with pytest.raises(ValueError, match=message):
+        operators.scaled_dot_product_attention(**given)
 
 
 if __name__ == "__main__":

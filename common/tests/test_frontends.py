@@ -1,0 +1,33 @@
+"""The command of task 4's front ends. Their checks are in task4/frontends/test.py."""
+
+import pytest
+
+from task4.frontends import __main__ as command
+from task4.frontends.benchmark import Times
+from task4.frontends.frontends import FrontEnd
+from task4.frontends.test import ASSIGNMENT, HOST
+
+CHECKS = len(HOST) + len(ASSIGNMENT)
+
+
+def test_the_command(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["rust"])
+    assert "there is no front end 'rust'; there are cpp, operators" in capsys.readouterr().err
+    assert command.main(["cpp", "--check-only"]) == 0
+    said = capsys.readouterr().out
+    assert f"cpp   {CHECKS} of {CHECKS}" in said
+
+
+def test_the_table_has_bars_and_says_which_are_not_met(monkeypatch):
+    slow = {"host.cpp": Times(1.0, 0.5, 9), "PyTorch": Times(0.5, 1.0, 9)}
+    monkeypatch.setattr(command, "time_on_cpu", lambda *_: slow)
+    grids = command._on_cpu(seed=1)
+    assert [grid.bars for grid in grids] == [[False] * 3] * 2
+    assert grids[0].rows[0][-1] == "0.50 (n 9)" and grids[0].rows[1][-1] == "0.50 ! (n 9)"
+
+
+def test_what_is_not_installed_is_said():
+    other = FrontEnd("other", "", (), ("cpu",), packages=("no_such_package",))
+    assert other.why_not("cpu") == "other needs no_such_package: pip install '.[other]'"
+    assert other.why_not("cuda") == "other runs on cpu tensors; here they are on cuda"
