@@ -17,13 +17,14 @@
 #include "elements.h"
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16, ROWS = 8;  // of S^T or O^T that are in registers at a time: 24 of 32
+constexpr int LANES = 16, VECTORS = 4;
 #elif defined(__AVX__)
-constexpr int LANES = 8, ROWS = 4;   // 12 of 16
+constexpr int LANES = 8, VECTORS = 2;
 #else
-constexpr int LANES = 4, ROWS = 8;   // NEON: 24 of 32
+constexpr int LANES = 4, VECTORS = 4;  // NEON
 #endif
-constexpr int VECTORS = 3, B_r = VECTORS * LANES, B_c = 64, MAX_HEAD_DIM = 256;
+constexpr int ROWS = 6;  // of S^T or O^T that are in registers at a time: 24 of 32 vectors, with AVX 12 of 16
+constexpr int B_r = VECTORS * LANES, B_c = 10 * ROWS, MAX_HEAD_DIM = 256;
 constexpr float LOG2_E = 1.44269504f, INF = std::numeric_limits<float>::infinity();
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
@@ -60,6 +61,7 @@ template <bool ADD>
 static inline void products(Row* C, int rows, const float* a, int64_t row, int64_t column, const Row* B, int length) {
   int r = 0;
   for (; r + ROWS <= rows; r += ROWS) product<ROWS, ADD>(C + r, a + r * row, row, column, B, length);
+  for (; r + 4 <= rows; r += 4) product<4, ADD>(C + r, a + r * row, row, column, B, length);
   for (; r < rows; ++r) product<1, ADD>(C + r, a + r * row, row, column, B, length);
 }
 
