@@ -38,7 +38,8 @@ void SharedTrace::add(const Fiber& thread, uint32_t phase, size_t offset, size_t
 void SharedTrace::end_phase() {
   for (const auto& [key, instruction] : instructions_) {
     Count& count = *std::get<0>(key);
-    const unsigned at_once = count.bytes <= 4 ? 32 : count.bytes <= 8 ? 16 : 8;
+    const unsigned at_once = count.bytes <= 4 ? 32 : count.bytes <= 8 ? 16
+                                                                      : 8;
     ++count.instructions;
     for (unsigned first = 0; first < 32; first += at_once) {
       std::set<uint32_t> words;
