@@ -155,9 +155,9 @@ def least_accurate(
 def references(
     q: Tensor, k: Tensor, v: Tensor, *, large_scores: bool = False, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """The truth, and PyTorch's own; ``large_scores``: the least accurate of several."""
+    """The truth, and PyTorch's own; with ``large_scores`` in float32 the least accurate of several."""
     truth = attention_float64(q, k, v, **options)
-    if large_scores:
+    if large_scores and q.dtype == torch.float32:
         return truth, least_accurate(attention_pytorch, truth, q, k, v, **options)
     return truth, attention_pytorch(q, k, v, **options)
 

@@ -63,7 +63,8 @@ def cpp_solves_the_assignment(case, device, rng):
         truth, pytorch = references(q, k, v, causal=causal)
         for attend in (cpp.flash_attention, cpp.naive_attention):
             got = attend(q, k, v, causal=causal)
-            assert (got - truth).abs().max() < 1e-3
+            error = (got - truth).abs().max().item()
+            assert error < 1e-3, f"{attend.__name__} is {error:.3g} off; the assignment allows 1e-3"
             assert_close(got, truth, pytorch, axes=AXES)
 
 
