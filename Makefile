@@ -24,15 +24,17 @@ requirements = $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.t
 starts = $1 -c '' 2>/dev/null || { echo '$1 does not start. $2'; exit 1; }
 VENV_STARTS = @$(call starts,$(PY),Remove .venv and run make again.)
 
-.PHONY: help grade test doctor cuda-compiler clean
+.PHONY: help grade test report doctor cuda-compiler clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make grade    build, check, time and grade all seven tasks; fills in Results.md'
 	@echo 'make test     run all tests with pytest'
+	@echo 'make report   arithmetic intensity, times and a roofline of your kernels; writes report/'
 	@echo 'make doctor   what this machine lacks, and what to do about it'
 # BEGIN STAFF
 	@echo 'make ladder   build, check and time the ladder of attention kernels; fills in its tables'
+	@echo 'make frontends  the same attention through Numba, Triton and others: install, check and time them'
 	@echo 'make lint     check the style (ruff, clang-format);  make format  corrects it'
 # END STAFF
 	@echo 'make clean    remove what was built; keeps .venv'
@@ -45,13 +47,17 @@ test: .venv/installed
 	$(VENV_STARTS)
 	@$(PY) -m pytest $(PROCESSES) $(ARGS)
 
+# matplotlib, which draws the pictures, is installed where it is needed only.
+report: .venv/installed-plot
+	@$(PY) -m common.report $(ARGS)
+
 # Also before anything is installed.
 doctor:
 	$(if $(wildcard .venv/installed),$(VENV_STARTS),@$(call starts,$(PYTHON),Try: make doctor PYTHON=python3.12))
 	@$(if $(wildcard .venv/installed),$(PY),$(PYTHON)) -m common.doctor $(ARGS)
 
 # BEGIN STAFF
-.PHONY: ladder format lint
+.PHONY: ladder frontends format lint
 
 # The whole course's tests take long: several processes share them, but no more than a GPU has memory for.
 test: .venv/installed-dev
@@ -59,9 +65,12 @@ PROCESSES = -n auto --maxprocesses 4 --dist worksteal
 
 CPP_FILES = $(shell find common task* -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
 
-# matplotlib, which draws the pictures, is installed for this target only.
 ladder: .venv/installed-plot
 	@$(PY) -m task4.ladder $(ARGS)
+
+# Their packages are installed for this target only.
+frontends: $(patsubst %,.venv/installed-%,numba nvrtc triton cutile thunder)
+	@$(PY) -m task4.frontends $(ARGS)
 
 lint: .venv/installed-dev
 	$(PY) -m ruff check .

@@ -38,6 +38,7 @@ OUT, OBJECT, TREE = "{work}.out", "{work}.o", "{work}.tree"
 KEEP = 12
 YOUNG = 600
 STALE = 24 * 3600  # seconds after which the working folder of a killed build is removed
+UNUSED = 30 * STALE  # seconds after which a written text is removed
 ROOM = 16 << 20  # bytes that a build may take: mostly the compiler's temporary files
 
 CPP_FLAGS = ("-std=c++17", "-fPIC", "-pthread")
@@ -53,6 +54,7 @@ NVCC_FLAGS = (
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)[>"]', re.MULTILINE)
 _ARCHITECTURES = re.compile(r"^//[ \t]*architectures:[ \t]*(.+)$", re.MULTILINE)
+_FIRST_OF_TEXT = re.compile(r'#line (\d+) "(.+)"\n')
 _HEAD = 30  # lines of a source that may contain that line
 
 
@@ -126,7 +128,7 @@ def plan(
         raise BuildError(f"there is no {display(source)}")
     if source.suffix == ".cpp":
         if device != "cpu":
-            raise BuildError(f"{display(source)} is C++ for the CPU, and not for {device}")
+            raise BuildError(f"{_shown(source)} is C++ for the CPU, and not for {device}")
         return _plan_cpp(source)
     if device == "cuda":
         return _plan_cuda(source, arch, here)
@@ -151,7 +153,7 @@ def architectures(source: Path) -> tuple[str, ...]:
 
 
 def _made_for(source: Path, named: Sequence[str]) -> str:
-    return f"{display(source)} is for {' and '.join(named)} alone"
+    return f"{_shown(source)} is for {' and '.join(named)} alone"
 
 
 def _plan_cuda(source: Path, arch: str | None, here: bool) -> Target:
@@ -192,7 +194,7 @@ def _plan_cpu(source: Path, check: bool) -> Target:
     files = closure(source, (INCLUDE,))
     layer = display(Path(cuda_on_cpu.INCLUDE))
     # Headers are rewritten like the source, so the compiler gets copies; messages still name the originals.
-    includes = [f"-I{TREE}/{_mirror(folder)}" for folder in (source.parent, INCLUDE)]
+    includes = [f"-I{TREE}/{_mirror(folder)}" for folder in (_folder(source), INCLUDE)]
     commands = (
         (
             compiler.path, *CPP_FLAGS, *flags, *_own_symbols(compiler.family), *includes, f"-I{layer}",
@@ -211,7 +213,8 @@ def _plan_cpp(source: Path) -> Target:
     """C++ without kernels, for this machine's own instructions. It has no check build."""
     compiler = toolchain.cpp_compiler()
     flags = (*CPP_FLAGS, *COMPUTE_FLAGS, "-shared", *_own_symbols(compiler.family))
-    command = (compiler.path, *flags, display(source), "-o", OUT)
+    include = f"-I{display(_folder(source))}"
+    command = (compiler.path, *flags, include, display(source), "-o", OUT)
     files = closure(source, ())
     words = [*command, str(compiler), toolchain.machine(), toolchain.instructions()]
     path = _library(source, "cpu", _digest(files, words))
@@ -274,10 +277,64 @@ def closure(source: Path, folders: Iterable[Path]) -> tuple[Path, ...]:
         found[file] = None
         for name in _INCLUDE.findall(_text(file)):
             headers = (
-                (folder / name).resolve() for folder in (file.parent, source.parent, *folders)
+                (folder / name).resolve() for folder in (file.parent, _folder(source), *folders)
             )
             todo += list(filter(Path.is_file, headers))[:1]
     return tuple(found)
+
+
+def write_text(file: Path, text: str, suffix: str) -> Path:
+    """Write a source that is a string in a Python file, below ``.build/texts/``, and return where.
+
+    Its first line is a ``#line`` that names the Python file and the string's line in it, so that compilers and
+    profilers point there. A string that is not in the file as it is (an f-string, an escape) counts its own lines.
+
+    Args:
+        file: the Python file. The source includes headers from its folder.
+        text: the source.
+        suffix: ``".cu"`` or ``".cpp"``.
+
+    Raises:
+        BuildError: it cannot be written.
+    """
+    begins = _text(file).find(text) if file.is_file() else -1
+    if begins < 0:
+        first = f'#line 1 "{display(file)} (text)"\n'
+    else:
+        line = _text(file).count("\n", 0, begins) + 1
+        first = f'#line {line} "{display(file)}"\n'
+    # Named by its contents: another process never finds a text that it did not write.
+    folder = BUILD / "texts" / _digest((), (first, text))
+    path = folder / file.parent.name / f"{file.stem}{suffix}"
+    try:
+        if path.exists():
+            with contextlib.suppress(OSError):
+                os.utime(folder)  # used: not removed by _tidy()
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scratch = path.with_name(f".{path.name}.{os.getpid()}")
+            scratch.write_text(first + text, encoding="utf-8")
+            os.replace(scratch, path)
+    except OSError as error:
+        raise BuildError(f"cannot write {display(path)}: {error.strerror}") from None
+    return path
+
+
+def _stands_in(source: Path) -> tuple[Path, int]:
+    """The Python file that has the source as a string, and its line there; for other sources the source and 1."""
+    written = source.is_relative_to(BUILD / "texts")
+    found = _FIRST_OF_TEXT.match(_text(source)) if written else None
+    return (ROOT / found[2], int(found[1])) if found else (source, 1)
+
+
+def _folder(source: Path) -> Path:
+    """Where a source's own headers are."""
+    return _stands_in(source)[0].parent
+
+
+def _shown(source: Path) -> str:
+    """What messages call a source."""
+    return display(_stands_in(source)[0])
 
 
 def display(path: Path) -> str:
@@ -286,7 +343,7 @@ def display(path: Path) -> str:
 
 
 def _include_flags(source: Path) -> tuple[str, ...]:
-    return (f"-I{display(source.parent)}", f"-I{display(INCLUDE)}")
+    return (f"-I{display(_folder(source))}", f"-I{display(INCLUDE)}")
 
 
 def _mirror(path: Path) -> str:
@@ -295,6 +352,7 @@ def _mirror(path: Path) -> str:
 
 
 def _library(source: Path, tag: str, digest: str) -> Path:
+    source, _ = _stands_in(source)
     inside = source.is_relative_to(ROOT)  # others belong to tests and experiments
     stem = display(source.with_suffix("")).replace("/", "-") if inside else f"outside-{source.stem}"
     return BUILD / f"{stem}.{tag}.{digest}{_suffix()}"
@@ -417,8 +475,12 @@ def _rewrite(target: Target, place: str) -> None:
     for file in target.files:
         copy = tree / (_mirror(file) + (".cpp" if file == target.source else ""))
         copy.parent.mkdir(parents=True, exist_ok=True)
+        named, line = _stands_in(file)
+        text = _text(file)
+        if named != file:  # empty lines in place of #line, so that the rewriter counts right
+            text = "\n" * (line - 1) + text.partition("\n")[2]
         try:
-            text = rewrite(_text(file), display(file))
+            text = rewrite(text, display(named))
         except (ValueError, SyntaxError) as error:
             raise BuildError(str(error)) from None
         copy.write_text(text, encoding="utf-8", errors="surrogateescape")
@@ -482,8 +544,8 @@ def _of_originals(said: str, target: Target, place: str) -> str:
         copy = f"{tree}/{_mirror(file)}"
         said = said.replace(f"{copy}.cpp", display(file)).replace(copy, display(file))
     for product in (OUT, OBJECT):
-        said = said.replace(product.format(work=place), display(target.source))
-    return said
+        said = said.replace(product.format(work=place), _shown(target.source))
+    return said.replace(display(target.source), _shown(target.source))
 
 
 def readable(said: str) -> str:
@@ -533,10 +595,11 @@ def _prune(target: Target) -> None:
 
 
 def _tidy() -> None:
-    """Remove the working folders of builds that were killed."""
-    for path in BUILD.glob("work-*"):
-        if _age(path) > STALE:
-            shutil.rmtree(path, ignore_errors=True)
+    """Remove the working folders of builds that were killed, and old texts."""
+    for pattern, seconds in (("work-*", STALE), ("texts/*", UNUSED)):
+        for path in BUILD.glob(pattern):
+            if _age(path) > seconds:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _age(path: Path) -> float:

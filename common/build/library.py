@@ -3,6 +3,8 @@
     _kernels = Kernels(__file__, "attention_kernel.cu")
     _kernels.launch("batched_softmax", inp=x, out=y)
 
+``Kernels.from_text(__file__, _CUDA_SRC)`` takes the source from a string in the Python file instead.
+
 Nothing is built, loaded or asked of a GPU before the first launch. A .cu is read once per process, at its first launch
 on a device: to run an edited kernel, start a new process (``python -m taskN.test`` again, or restart the notebook's
 kernel).
@@ -143,10 +145,39 @@ class Kernels:
     """
 
     def __init__(self, file: str, source: str) -> None:
-        self.source = Path(file).resolve().parent / source
+        self._file = Path(file).resolve()
+        self._name = source
+        self._text: str | None = None
         # (name, torch.device, check build) -> the function that does the call
         self._calls: dict[tuple[str, Any, bool], Callable[[Arguments], int | None]] = {}
         self._queries: dict[tuple[str, Any, bool], Callable[[Arguments, int], int]] = {}
+
+    @classmethod
+    def from_text(cls, file: str, text: str, suffix: str = ".cu") -> "Kernels":
+        """Those of a source that is a string in a Python file. Errors of the compiler name the line in that file.
+
+        Args:
+            file: the calling module's ``__file__``; headers are looked for beside it, and in common/include for a .cu.
+            text: the source, a raw string: ``r\"\"\"``.
+            suffix: what it is: ``".cu"``, or ``".cpp"`` for the CPU.
+
+        Raises:
+            ValueError: another suffix, or no text.
+        """
+        if suffix not in (".cu", ".cpp"):
+            raise ValueError(f"suffix must be '.cu' or '.cpp'; got {suffix!r}")
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"text must be a source; got {type(text).__name__} {text!r}")
+        kernels = cls(file, suffix)
+        kernels._text = text
+        return kernels
+
+    @functools.cached_property
+    def source(self) -> Path:
+        """The source; a text is written to a file when this is first asked for."""
+        if self._text is None:
+            return self._file.parent / self._name
+        return builder.write_text(self._file, self._text, self._name)
 
     def launch(self, name: str, /, **arguments: Any) -> None:
         """Run a launcher on the device of its tensors, on torch's current stream.

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from common.paths import ROOT
 from task4.frontends import __main__ as command
@@ -17,7 +18,7 @@ CHECKS = len(HOST) + len(ASSIGNMENT)
 def test_the_command(capsys):
     with pytest.raises(SystemExit):
         command.main(["rust"])
-    assert "there is no front end 'rust'; there are cpp, operators" in capsys.readouterr().err
+    assert "there is no front end 'rust'; there are cpp, numba, " in capsys.readouterr().err
     done = subprocess.run(
         [sys.executable, "-m", "task4.frontends", "cpp", "--check-only"],
         cwd=ROOT, capture_output=True, text=True,
@@ -35,6 +36,26 @@ def test_the_table_has_bars_and_says_which_are_not_met(monkeypatch):
 
 
 def test_what_is_not_installed_is_said():
-    other = FrontEnd("other", "", (), ("cpu",), packages=("no_such_package",))
-    assert other.why_not("cpu") == "other needs no_such_package: pip install '.[other]'"
-    assert other.why_not("cuda") == "other runs on cpu tensors; here they are on cuda"
+    other = FrontEnd("other", "", (), ("cpu",), packages=("no-such-package", "torch"))
+    assert (
+        other.why_not("cpu")
+        == "other needs no-such-package: make frontends, or pip install '.[other]'"
+    )
+    assert other.versions == f"torch {torch.__version__}"
+
+
+@pytest.mark.parametrize(("simulator", "words"), [("", ""), ("a simulator", ", and in a simulator where there is no GPU")])  # fmt: skip
+def test_where_a_front_end_runs_is_said(monkeypatch, simulator, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    other = FrontEnd("other", "", (), ("cuda",), simulator=simulator, module="task4.attention")
+    assert other.why_not("cuda") is None
+    assert other.why_not("cpu") == f"other runs on cuda tensors{words}; here they are on cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert (other.why_not("cpu") is None) == bool(simulator)
+
+
+def test_a_gpu_that_is_not_there(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        command.main(["--device", "cuda"])
+    assert "--device cuda: PyTorch sees no GPU here" in capsys.readouterr().err

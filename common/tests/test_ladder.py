@@ -435,7 +435,7 @@ def test_what_limits_a_rung(on_gpu, monkeypatch, capsys):
         assert command[-number:] == subjects
         return [{"smsp__average_warps_issue_stalled_wait_per_issue_active.ratio": 1.0}] * number
 
-    monkeypatch.setattr(counters, "_count", count)
+    monkeypatch.setattr(counters, "counted", count)
     methods = [r for r in RUNGS if BF16.has(r)] + [EFFICIENT, FLASH, CUDNN]
     subjects = [method.label for method in methods]
     assert command.main(["--profile"]) == 0

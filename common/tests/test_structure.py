@@ -15,7 +15,14 @@ from common.paths import ROOT
 
 # What checks, times, records and grades, and who may import it: these themselves, the ladder and the tasks' tests.
 CHECKERS = ("common.check", "common.timing", "common.record")
-MAY_CHECK = (*CHECKERS, "common.grade", "common.regions", "common.staff", "common.tests")
+MAY_CHECK = (
+    *CHECKERS,
+    "common.grade",
+    "common.regions",
+    "common.report",
+    "common.staff",
+    "common.tests",
+)
 
 Graph = dict[str, dict[str, int]]  # by module: what it imports, and in which line
 

@@ -170,8 +170,8 @@ def count(kernels: Sequence[Sequence[str]], command: Sequence[str], *, advice: s
         NoCounters: it cannot.
     """
     labels = dict.fromkeys(row[0] for row in kernels)
-    counted = _count([*command, *labels], len(kernels), advice)
-    return [[*kernel[:2], *_busy(row)] for kernel, row in zip(kernels, counted, strict=True)]
+    found = counted([*command, *labels], len(kernels), advice)
+    return [[*kernel[:2], *_busy(row)] for kernel, row in zip(kernels, found, strict=True)]
 
 
 def run_counted(subjects: Sequence[Subject], labels: Sequence[str]) -> None:
@@ -187,8 +187,17 @@ def run_counted(subjects: Sequence[Subject], labels: Sequence[str]) -> None:
         torch.cuda.cudart().cudaProfilerStop()
 
 
-def _count(command: Sequence[str], number: int, advice: str) -> list[dict[str, float]]:
-    """What ncu counts in so many kernels of a command, by its own names."""
+def counted(command: Sequence[str], number: int, advice: str) -> list[dict[str, float]]:
+    """What ncu counts in a command's kernels, by its own names: a dict for each.
+
+    Args:
+        command: what calls :func:`run_counted`, with its labels.
+        number: of kernels that it should launch.
+        advice: what to do if ncu takes too long.
+
+    Raises:
+        NoCounters: it cannot, or there were more or fewer kernels.
+    """
     ncu = shutil.which("ncu")
     if ncu is None:
         raise NoCounters(

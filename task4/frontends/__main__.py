@@ -15,11 +15,23 @@ from common.marked import replace, write_atomically
 from common.record import describe_run, provenance
 from common.record.grid import Grid
 from task4.frontends import test
-from task4.frontends.benchmark import HEAD_DIM, HEADS, SEQS, first_result, time_on_cpu
-from task4.frontends.frontends import FRONT_ENDS, FrontEnd
+from task4.frontends.benchmark import (
+    HEAD_DIM,
+    HEADS,
+    LADDER,
+    SEQS,
+    first_result,
+    library_for,
+    time_on_cpu,
+    time_on_gpu,
+)
+from task4.frontends.frontends import FRONT_ENDS, OURS, FrontEnd
+from task4.ladder.benchmark import HIDDEN, PRECISIONS, TOKENS, Cell
 
 RESULTS = Path(__file__).resolve().parent / "RESULTS.md"
 SOURCES = ("task4/frontends/*.py", "task4/frontends/*.cpp", "task4/frontends/*.h")
+ON_GPU = ("bfloat16", 128), ("float32", 64)  # what is timed there, and its head_dim
+GPU_SEQS = (1024, 4096)
 BAR, FROM = 0.9, 512  # of PyTorch's speed, at this many keys and more
 
 console = Console(
@@ -46,52 +58,128 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     names = [front_end.name for front_end in FRONT_ENDS]
     add = parser.add_argument
     add("name", nargs="*", metavar="NAME", help=f"only these: {', '.join(names)}; default: all")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     add("--check-only", "--no-timing", action="store_true", help="time nothing")
     add("--seed", type=int, help="repeat the random inputs of an earlier run")
     options = parser.parse_args(argv)
     if unknown := [name for name in options.name if name not in names]:
         parser.error(f"there is no front end {unknown[0]!r}; there are {', '.join(names)}")
     options.seed = new_seed() if options.seed is None else options.seed
+    has_gpu = torch.cuda.is_available()
+    options.device = options.device or ("cuda" if has_gpu else "cpu")
+    if options.device == "cuda" and not has_gpu:
+        parser.error("--device cuda: PyTorch sees no GPU here")
     options.wanted = [f for f in FRONT_ENDS if f.name in (options.name or names)]
     return options
 
 
 def _run(options: argparse.Namespace) -> int:
-    device = "cpu"
-    reasons = {front_end: front_end.why_not(device) for front_end in options.wanted}
-    for reason in filter(None, reasons.values()):
+    reasons = {front_end: front_end.why_not(options.device) for front_end in options.wanted}
+    missing = [reason for reason in reasons.values() if reason]
+    for reason in missing:
         console.print(reason)
     here = [front_end for front_end, reason in reasons.items() if not reason]
     if not here:
         return 0
-    console.print(f"front ends, checked by task 4's cases (--seed {options.seed})")
-    items = list(test.suite.items([device]))
+    console.print(
+        f"front ends on {options.device}, checked by task 4's cases (--seed {options.seed})"
+    )
+    items = list(test.suite.items([options.device]))
     groups = {f.name: [i for i in items if i.check.group == f.name] for f in here}
     checked = {result.name: result for result in run_groups(groups, options.seed)}
     ok = all(result.status == "passed" for result in checked.values())
     if options.check_only or not ok:
         return 0 if ok else 1
-    with console.status("from an edit to a first result"):
-        grids = [
-            _overview(here, {n: f"{r.passed} of {r.total}" for n, r in checked.items()}, device)
-        ]
-    if any(front_end.name == "cpp" for front_end in here):
+    passed = {name: f"{result.passed} of {result.total}" for name, result in checked.items()}
+    grids = [_overview(here, passed, options.device)]
+    if options.device == "cuda":
+        grids += _on_gpu(here)
+        if any(front_end.name == "nvrtc" for front_end in here):
+            grids += _registers()
+    elif any(front_end.name == "cpp" for front_end in here):
         grids += _on_cpu(options.seed)
     for grid in grids:
         grid.print(console)
     if not options.name:
-        _write(grids, options.seed)
+        _write(grids, missing, options)
     return 0 if all(all(grid.bars) for grid in grids) else 1
 
 
 def _overview(here: Sequence[FrontEnd], checks: dict[str, str], device: str) -> Grid:
-    columns = ["front end", "what it is", "lines", "edit to first result", "checks"]
+    columns = ["front end", "what it is", "lines", "edit to first result", "checks", "versions"]
     grid = Grid("", columns)
-    for front_end in here:
-        seconds = f"{first_result(front_end, device):.1f} s"
+    for front_end in (*here, OURS):
+        if device not in front_end.devices:  # simulated: as slow as that is
+            seconds = "-"
+        else:
+            with console.status(f"{front_end.name}, from an edit to a first result"):
+                seconds = f"{first_result(front_end, device):.1f} s"
         row = [front_end.name, front_end.title, f"{front_end.lines}", seconds]
-        grid.rows.append([*row, checks[front_end.name]])
+        grid.rows.append([*row, checks.get(front_end.name, "-"), front_end.versions])
     return grid
+
+
+def _on_gpu(here: Sequence[FrontEnd]) -> list[Grid]:
+    """A table for each precision: TFLOP/s at two lengths, and ratios at the longer one."""
+    grids = []
+    for name, head_dim in ON_GPU:
+        precision = PRECISIONS[name]
+        library = library_for(precision).label
+        baselines = (OURS.name, LADDER, library)
+        cells = [Cell(head_dim, seq, causal=False) for seq in GPU_SEQS]
+        with console.status(f"timing {name}"):
+            found = [time_on_gpu(here, cell, precision) for cell in cells]
+        title = f"{name}, head_dim {head_dim}, batch x seq {TOKENS:,}, {HIDDEN // head_dim} heads, not causal."
+        title += f" TFLOP/s, and how many times as fast at {GPU_SEQS[-1]:,} keys."
+        columns = ["", *(f"{seq:,} keys" for seq in GPU_SEQS), *(f"x {b}" for b in baselines)]
+        grid = Grid(title, columns)
+        for method in (*(f.name for f in here), *baselines):
+            if reason := found[-1].left_out.get(method):
+                grid.rows.append([method, reason, *["-"] * (len(columns) - 2)])
+                continue
+            times = [f.times.get(method) for f in found]
+            rates = [f"{c.tflops(t):.3g}" if t else "-" for c, t in zip(cells, times, strict=True)]
+            own = found[-1].times[method].median_ms
+            against = (found[-1].times.get(baseline) for baseline in baselines)
+            ratios = [f"{t.median_ms / own:.3g}" if t else "-" for t in against]
+            grid.rows.append([method, *rates, *ratios])
+        grids.append(grid)
+    return grids
+
+
+def _registers() -> list[Grid]:
+    """What compiling takes, and what tiles take of an SM."""
+    from task4.frontends import registers  # needs nvrtc's packages
+
+    with console.status("NVRTC beside nvcc"):
+        times = registers.compile_times()
+        taken = registers.register_report()
+    nvcc = (
+        "there is no nvcc" if times.nvcc is None else f"nvcc {times.nvcc:.1f} s for all of the .cu"
+    )
+    batch, seq, heads, head_dim = registers.SHAPE
+    title = f"Tiles of task 4's kernel by NVRTC: {times.nvrtc:.2f} s for the instantiation that a call needs; {nvcc}."
+    title += f" float32, B{batch}, {heads} heads, head_dim {head_dim}, {seq:,} keys; times relative to the first."
+    columns = (
+        "B_r x B_c",
+        "registers",
+        "shared memory",
+        "spilled, stores / loads",
+        "blocks per SM",
+        "ms",
+        "time",
+    )
+    grid = Grid(title, columns)
+    for row in taken:
+        compiled, variant = row.compiled, row.compiled.variant
+        bound = f", for {variant.blocks} blocks per SM" if variant.blocks > 1 else ""
+        ran = row.ms is not None
+        grid.rows.append([
+            f"{variant.B_r} x {variant.B_c}{bound}", f"{compiled.registers}", f"{variant.shared_bytes:,} B",
+            f"{compiled.spill_stores} / {compiled.spill_loads} B", f"{row.blocks_per_sm}" if ran else "-",
+            f"{row.ms:.3g}" if ran else "-", f"{row.ratio:.2f} x" if ran else "-",
+        ])  # fmt: skip
+    return [grid]
 
 
 def _on_cpu(seed: int) -> list[Grid]:
@@ -116,12 +204,12 @@ def _on_cpu(seed: int) -> list[Grid]:
     return grids
 
 
-def _write(grids: Sequence[Grid], seed: int) -> None:
-    run = describe_run(provenance(SOURCES, device="cpu", seed=seed))
-    lines = [*(line for grid in grids for line in grid.markdown()), run]
-    text = replace(
-        RESULTS.read_text(encoding="utf-8"), "frontends", {"cpu": lines}, file=RESULTS.name
-    )
+def _write(grids: Sequence[Grid], missing: Sequence[str], options: argparse.Namespace) -> None:
+    run = describe_run(provenance(SOURCES, device=options.device, seed=options.seed))
+    lines = [line for grid in grids for line in grid.markdown()]
+    lines += [f"- {reason}" for reason in missing] + [""] * bool(missing)
+    text = RESULTS.read_text(encoding="utf-8")
+    text = replace(text, "frontends", {options.device: [*lines, run]}, file=RESULTS.name)
     write_atomically(RESULTS, text)
     console.print(f"written: {RESULTS.name}")
 

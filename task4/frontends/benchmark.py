@@ -1,12 +1,13 @@
-"""Times of front ends beside PyTorch's own attention, in turns."""
+"""Times of front ends beside PyTorch's own attention: on the CPU in turns, on a GPU as common.timing takes them."""
 
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,14 +15,19 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from common import child
 from common.paths import ROOT
+from common.timing.compare import Measured, compare_times
+from common.timing.peers import CUDNN, EFFICIENT, Peer
 from task4.frontends import cpp
-from task4.frontends.frontends import FrontEnd
+from task4.frontends.frontends import OURS, FrontEnd
+from task4.ladder import ladder_attention
+from task4.ladder.benchmark import EACH, Cell, Precision
 
 SEQS = (128, 512, 1024, 4096)
 HEADS, HEAD_DIM = 8, 64
 SECONDS = 4.0  # for a length and a mask
 ROUNDS = (5, 400)  # at least and at most
 LONGEST_NAIVE = 1024  # keys; more take minutes
+LADDER = "ladder's best"
 FIRST_SECONDS = 600.0
 
 Attention = Callable[..., Tensor]
@@ -52,20 +58,29 @@ def time_on_cpu(seq: int, causal: bool, rng: random.Random) -> dict[str, Times]:
     """PyTorch's, the fused C++ and, where that is short, the naive one: B1, 8 heads, head_dim 64, float32."""
     candidates = {"PyTorch": pytorch, "host.cpp": cpp.flash_attention}
     q, k, v = (torch.randn(1, seq, HEADS, HEAD_DIM) for _ in range(3))
-    times = _in_turns(candidates, (q, k, v), causal, rng, SECONDS)
+    times = in_turns(candidates, (q, k, v), causal, rng, SECONDS)
     if seq <= LONGEST_NAIVE:
         candidates = {"PyTorch": pytorch, "naive.cpp": cpp.naive_attention}
-        times["naive.cpp"] = _in_turns(candidates, (q, k, v), causal, rng, 0)["naive.cpp"]
+        times["naive.cpp"] = in_turns(candidates, (q, k, v), causal, rng, 0)["naive.cpp"]
     return times
 
 
-def _in_turns(
+def in_turns(
     candidates: Mapping[str, Attention],
-    inputs: tuple[Tensor, ...],
+    inputs: Sequence[Tensor],
     causal: bool,
     rng: random.Random,
     seconds: float,
 ) -> dict[str, Times]:
+    """Time these beside the one named PyTorch, each once per round in a random order.
+
+    Args:
+        candidates: ``f(q, k, v, causal=...)`` by name.
+        inputs: q, k and v.
+        causal: passed on.
+        rng: of the orders.
+        seconds: after which no other round begins; there are at least ``ROUNDS[0]`` and at most ``ROUNDS[1]``.
+    """
     for attend in candidates.values():
         attend(*inputs, causal=causal)
     found: dict[str, list[float]] = {name: [] for name in candidates}
@@ -84,6 +99,27 @@ def _in_turns(
         )
         for name, times in found.items()
     }
+
+
+def library_for(precision: Precision) -> Peer:
+    """PyTorch's kernel that front ends are compared with on a GPU: cuDNN's, which has no float32."""
+    return EFFICIENT if precision.name == "float32" else CUDNN
+
+
+def time_on_gpu(front_ends: Sequence[FrontEnd], cell: Cell, precision: Precision) -> Measured:
+    """The front ends, task 4's kernel, the ladder's best and a library's, on the current GPU."""
+    methods = {f.name: f.attention for f in (*front_ends, OURS)} | {LADDER: ladder_attention}
+    library = library_for(precision)
+    qkv = cell.inputs(precision)
+    return compare_times(
+        {
+            name: partial(attend, *qkv, causal=cell.causal)
+            for name, attend in (methods | {library.label: library.attention}).items()
+        },
+        references=[library.label],
+        tolerance=8 * precision.eps,
+        each=EACH,
+    )
 
 
 def first_result(front_end: FrontEnd, device: str) -> float:

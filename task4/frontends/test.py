@@ -11,8 +11,10 @@ import task4.attention
 import task5.attention
 from common.check import Case, Suite, assert_close
 from common.check.attention import hide_invisible, mistakes, references
+from common.check.case import CheckFunction
 from common.check.watch import Watch
 from task4.frontends import cpp, operators
+from task4.frontends.frontends import FRONT_ENDS, FrontEnd
 from task4.test import ATTENTION
 from task6.attention import RoPE, customAttention
 
@@ -20,11 +22,8 @@ suite = Suite("task4.frontends", title="FlashAttention-2 through other front end
 AXES = ("batch", "row", "head", "column")
 
 # Those that are about the output's memory or the tile of our kernel are not of interest here.
-HOST = [
-    replace(case, devices=("cpu",))
-    for case in ATTENTION
-    if "cpu" in case.devices and not (case.gaps or case.large_tile)
-]
+CASES = [case for case in ATTENTION if not (case.gaps or case.large_tile)]
+HOST = [replace(case, devices=("cpu",)) for case in CASES if "cpu" in case.devices]
 # The configurations of the assignment that asks for a kernel in C++: 8 heads of 64, at most 1e-3 off.
 ASSIGNMENT = [
     Case(f"S {seq}", why="the assignment's largest error is 1e-3", devices=("cpu",), seq=seq)
@@ -45,15 +44,51 @@ def host_matches_float64(case, device, rng):
     did.expect({}, memory=got.nbytes)
 
 
-@suite.check("operators", [case for case in ATTENTION if not (case.gaps or case.large_tile)])
-def operator_matches_float64(case, device, rng):
-    q, k, v = case.qkv(rng)
-    visible = case.visible(device)
-    truth, pytorch = references(q, k, v, large_scores=case.magnitude > 1, **visible)
-    inputs = q, k.clone(), v.clone()
-    hide_invisible(k, v, **visible)
-    got = operators.flash_attention(q, k, v, **visible)
-    assert_close(got, truth, pytorch, axes=AXES, suspects=mistakes(*inputs, **visible))
+def cases_of(front_end: FrontEnd) -> list[Case]:
+    """Those that it can do; in Numba's simulator, which is slow, those that take a second."""
+    found = []
+    for case in CASES:
+        work = case.batch * case.heads * case.q_len * max(case.kv_len, 1) * case.head_dim
+        short = work <= 330_000 and case.kv_len < 100
+        devices = set(front_end.devices)
+        if front_end.simulator and (short or front_end.name != "numba"):
+            devices.add("cpu")
+        if front_end.name == "thunder" and not thunder_has(case):
+            continue
+        if devices := devices.intersection(case.devices):
+            found.append(replace(case, devices=tuple(sorted(devices))))
+    return found
+
+
+def thunder_has(case: Case) -> bool:
+    """Whether PyTorch's SDPA as Thunder knows it can express the case."""
+    lengths = case.seqlens or case.leftpad or case.kv_len == 0
+    grouped, cut = case.heads != case.kv_heads, case.causal and case.q_len != case.kv_len
+    return not (lengths or grouped or cut)
+
+
+def matches_float64(front_end: FrontEnd) -> CheckFunction:
+    """The check of one of them."""
+
+    def check(case, device, rng):
+        if reason := front_end.why_not(device.type):
+            pytest.skip(reason)
+        q, k, v = case.qkv(rng)
+        visible = case.visible(device)
+        truth, pytorch = references(q, k, v, large_scores=case.magnitude > 1, **visible)
+        inputs = q, k.clone(), v.clone()
+        hide_invisible(k, v, **visible)
+        got = front_end.attention(q, k, v, **visible)
+        assert_close(got, truth, pytorch, axes=AXES, suspects=mistakes(*inputs, **visible))
+
+    check.__name__ = f"{front_end.name}_matches_float64"
+    return check
+
+
+for front_end in FRONT_ENDS:
+    if front_end.name != "cpp":
+        ours = front_end.name == "operators"
+        suite.check(front_end.name, cases_of(front_end), kernels=ours)(matches_float64(front_end))
 
 
 @suite.check("cpp", ASSIGNMENT, kernels=False)
