@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from numpy import float16, float32, uint16, uint32, uint64
 from torch import Tensor
@@ -27,6 +28,9 @@ SIMULATED = not torch.cuda.is_available()
 if SIMULATED:
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # read when numba is imported
 os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")  # about small grids
+
+if not hasattr(numpy, "row_stack"):  # numba-cuda 0.30.4 names it, and numpy 2.5 has only vstack
+    numpy.row_stack = numpy.vstack
 
 from numba import cuda  # noqa: E402
 
