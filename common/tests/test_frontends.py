@@ -59,3 +59,21 @@ def test_a_gpu_that_is_not_there(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         command.main(["--device", "cuda"])
     assert "--device cuda: PyTorch sees no GPU here" in capsys.readouterr().err
+
+
+def test_a_run_replaces_its_devices_section_alone(tmp_path, monkeypatch, capsys):
+    results = tmp_path / "RESULTS.md"
+    results.write_text(
+        "<!-- frontends: cuda -->\nA\n\nB\n<!-- end: cuda -->\n<!-- frontends: cpu -->\n<!-- end: cpu -->\n"
+    )
+    monkeypatch.setattr(command, "RESULTS", results)
+    for device, lines in (("cpu", ["new"]), ("cuda", ["C"])):
+        before = results.read_text()
+        results.write_text(command._filled(device, lines))
+        assert results.read_text() != before
+    assert (
+        "cuda -->\nC\n<!-- end" in results.read_text() and "cpu -->\nnew\n" in results.read_text()
+    )
+    results.write_text("<!-- frontends: cpu -->\n")
+    assert command.main(["cpp", "--device", "cpu"]) == 1
+    assert "RESULTS.md: <!-- end: cpu --> is missing" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from common.check.rng import new_seed
 from common.check.run import run_groups
-from common.marked import replace, write_atomically
+from common.marked import MarkerError, replace, sections, write_atomically
 from common.record import describe_run, provenance
 from common.record.grid import Grid
 from task4.frontends import test
@@ -32,6 +32,7 @@ RESULTS = Path(__file__).resolve().parent / "RESULTS.md"
 SOURCES = ("task4/frontends/*.py", "task4/frontends/*.cpp", "task4/frontends/*.h")
 ON_GPU = ("bfloat16", 128), ("float32", 64)  # what is timed there, and its head_dim
 GPU_SEQS = (1024, 4096)
+SECTIONS = ("cuda", "cpu")  # of RESULTS.md, in its order
 BAR, FROM = 0.9, 512  # of PyTorch's speed, at this many keys and more
 
 console = Console(
@@ -47,13 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print("\ninterrupted")
         return 130
+    except MarkerError as error:
+        console.print(f"error: {error}")
+        return 1
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m task4.frontends",
-        description="Check task 4's attention through other front ends, and time those that are right. What a run of all"
-        " of them (no name) finds is written to RESULTS.md.",
+        description="Check task 4's attention through other front ends, and time those that are right. What a run of"
+        " all of them (no name) finds is written to RESULTS.md.",
     )
     names = [front_end.name for front_end in FRONT_ENDS]
     add = parser.add_argument
@@ -81,6 +85,7 @@ def _run(options: argparse.Namespace) -> int:
     here = [front_end for front_end, reason in reasons.items() if not reason]
     if not here:
         return 0
+    _filled(options.device, [])  # before the minutes of measuring
     console.print(
         f"front ends on {options.device}, checked by task 4's cases (--seed {options.seed})"
     )
@@ -94,7 +99,8 @@ def _run(options: argparse.Namespace) -> int:
     grids = [_overview(here, right, passed, options.device)]
     names = [front_end.name for front_end in right]
     if options.device == "cuda":
-        grids += _on_gpu(right)
+        first, *others = _on_gpu(right)
+        grids = [_joined(grids[0], first), *others]
         grids += _registers() if "nvrtc" in names else []
     elif "cpp" in names:
         grids += _on_cpu(options.seed)
@@ -148,6 +154,18 @@ def _on_gpu(here: Sequence[FrontEnd]) -> list[Grid]:
             grid.rows.append([method, *rates, *ratios])
         grids.append(grid)
     return grids
+
+
+def _joined(overview: Grid, speed: Grid) -> Grid:
+    """One table of the two. The library's kernels are in the second alone, what is wrong is in the first."""
+    taken = {row[0]: row[1:] for row in overview.rows}
+    timed = {row[0]: row[1:] for row in speed.rows}
+    *columns, versions = overview.columns
+    grid = Grid(speed.title, [*columns, *speed.columns[1:], versions])
+    for name in dict.fromkeys([*taken, *timed]):
+        *row, last = taken.get(name, ["-"] * (len(columns)))
+        grid.rows.append([name, *row, *timed.get(name, ["-"] * (len(speed.columns) - 1)), last])
+    return grid
 
 
 def _registers() -> list[Grid]:
@@ -207,13 +225,23 @@ def _on_cpu(seed: int) -> list[Grid]:
     return grids
 
 
+def _filled(device: str, lines: Sequence[str]) -> str:
+    """RESULTS.md with these lines for the device, and what it has for the other one.
+
+    Raises:
+        MarkerError: its markers are not as they should be.
+    """
+    text = RESULTS.read_text(encoding="utf-8")
+    kept = [section.strip("\n").split("\n") for section in sections(text, "frontends")]
+    found = dict(zip(SECTIONS, kept, strict=False)) | {device: lines}
+    return replace(text, "frontends", found, file=RESULTS.name)
+
+
 def _write(grids: Sequence[Grid], missing: Sequence[str], options: argparse.Namespace) -> None:
     run = describe_run(provenance(SOURCES, device=options.device, seed=options.seed))
     lines = [line for grid in grids for line in grid.markdown()]
     lines += [f"- {reason}" for reason in missing] + [""] * bool(missing)
-    text = RESULTS.read_text(encoding="utf-8")
-    text = replace(text, "frontends", {options.device: [*lines, run]}, file=RESULTS.name)
-    write_atomically(RESULTS, text)
+    write_atomically(RESULTS, _filled(options.device, [*lines, run]))
     console.print(f"written: {RESULTS.name}")
 
 

@@ -97,10 +97,10 @@ FRONT_ENDS = (
         "cutile", "Python, a tile at a time", ("cutile.py",), ("cuda",), packages=("cuda-tile",)
     ),
     FrontEnd(
-        "operators", "task 4's kernel in PyTorch's library", ("operators.py",), ("cpu", "cuda")
+        "operators", "the fastest kernel, in PyTorch's library", ("operators.py",), ("cpu", "cuda")
     ),
     FrontEnd(
-        "thunder", "those operators in lightning-thunder", ("thunder.py",), ("cpu", "cuda"),
+        "thunder", "the same in lightning-thunder", ("thunder.py",), ("cpu", "cuda"),
         packages=("lightning-thunder",),
     ),
 )  # fmt: skip
