@@ -1,3 +1,4 @@
+# ruff: noqa: E402
 """The report: formulas, the page, the picture, and what compilers and ncu say."""
 
 import math
@@ -8,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from matplotlib.text import Text
+
+mpl_text = pytest.importorskip("matplotlib.text")
 
 from common.build import Kernels
 from common.marked import MarkerError
@@ -439,7 +441,9 @@ def test_no_label_covers_another(tmp_path, monkeypatch):
     missing = Dot(DECODE, sizes(128), None, NEEDS_GPU)
     picture.draw(tmp_path / "x.png", "a title", Roof(2e12, 1e11, "", cache=4e11), [*dots, missing])
     (axis,) = picture.plt.gcf().axes
-    boxes = [Text.get_window_extent(text) for text in axis.texts]  # without their thin lines
+    boxes = [
+        mpl_text.Text.get_window_extent(text) for text in axis.texts
+    ]  # without their thin lines
     assert len(boxes) == len(dots) + 4  # memory, cache, compute, ridge
     assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
     assert all(axis.bbox.contains(*box.min) and axis.bbox.contains(*box.max) for box in boxes)

@@ -45,7 +45,8 @@ def a_record(root: Path, stage: str = "task4", device: str = "cuda") -> dict[str
     record.finish()
     entry = record.as_json()
     if device == "cuda":
-        entry["run"]["machine"] |= {"gpu": "NVIDIA H200", "driver": "580", "cuda": "13.0"}
+        gpu = {"gpu": "NVIDIA H200", "driver": "580", "cuda": "13.0"}
+        entry["run"]["machine"] = entry["run"]["machine"] | gpu  # machine() keeps its own
     return json.loads(json.dumps(merge(None, entry)))
 
 
