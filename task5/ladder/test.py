@@ -1,0 +1,208 @@
+"""Decode's rungs against float64: contiguous and paged caches, groups, windows, several tokens, the same bits in any batch."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from common.check import assert_close
+from common.check.rng import new_seed
+from task5.ladder import decode_attention
+from task5.ladder.call import ON_CPU
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
+RUNGS = [1, pytest.param(2, marks=pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"))]
+LENGTHS = (1, 63, 64, 65, 200, 333, 700) if DEVICE == "cpu" else (1, 64, 65, 333, 700, 2500, 5000)
+CASES = 40 if DEVICE == "cpu" else 200
+PAGE_SIZES = (16, 32, 48, 64, 256)
+
+
+class Case:
+    """Random shapes, lengths and options. Keys and values that no token sees are NaN."""
+
+    def __init__(self, seed, dtype=None):
+        self.rng = r = random.Random(seed)
+        torch.manual_seed(seed)
+        self.batch, self.kv_heads = r.choice((1, 2, 3)), r.choice((1, 2, 3))
+        self.heads, self.q_len = (
+            self.kv_heads * r.choice((1, 2, 4, 5, 8, 16)),
+            r.choice((1, 1, 1, 2, 5, 16)),
+        )
+        self.head_dim, self.room = r.choice((64, 128, 128, 256)), max(self.q_len, r.choice(LENGTHS))
+        dtype = dtype or r.choice((torch.float16, torch.bfloat16))
+        self.window = r.choice((None, None, 1, 17, 100))
+        self.lengths = [r.randint(0, self.room) for _ in range(self.batch)]
+        self.leftpad = [r.choice((0, 0, 0, r.randint(0, self.room))) for _ in range(self.batch)]
+
+        def randn(length, heads):
+            return torch.randn(self.batch, length, heads, self.head_dim, device=DEVICE).to(dtype)
+
+        self.q, self.k, self.v = (
+            randn(self.q_len, self.heads),
+            *(randn(self.room, self.kv_heads) for _ in "kv"),
+        )
+        for b, (begin, end) in enumerate(zip(self.leftpad, self.lengths, strict=True)):
+            for t in (self.k, self.v):
+                t[b, end:] = math.nan
+                t[b, :begin] = math.nan
+
+    def expected(self, dtype):
+        """softmax(scale q k^T) v, sequence by sequence."""
+        out = torch.zeros_like(self.q, dtype=dtype)
+        group = self.heads // self.kv_heads
+        for b, (begin, end) in enumerate(zip(self.leftpad, self.lengths, strict=True)):
+            q = self.q[b].to(dtype)
+            k, v = (
+                t[b, :end].nan_to_num(0).to(dtype).repeat_interleave(group, 1)
+                for t in (self.k, self.v)
+            )
+            j = torch.arange(end, device=DEVICE)
+            p = end - self.q_len + torch.arange(self.q_len, device=DEVICE)[:, None]
+            seen = (j <= p) & (j >= begin) & (j > p - (self.window or self.room + 1))
+            scores = torch.einsum("thd,khd->htk", q, k) / math.sqrt(self.head_dim)
+            P = scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0)
+            out[b] = torch.einsum("htk,khd->thd", P, v)
+        return out
+
+    def run(self, sequences=None, *, paged=False, **options):
+        """The kernel's result for these sequences, in this order."""
+        chosen = list(range(self.batch)) if sequences is None else sequences
+        given = dict(window=self.window, **options)
+        for name, values in (("seqlens_k", self.lengths), ("leftpad_k", self.leftpad)):
+            given[name] = torch.tensor(
+                [values[b] for b in chosen], dtype=torch.int32, device=DEVICE
+            )
+        k, v = self.k[chosen], self.v[chosen]
+        if paged:
+            k, v, given["block_table"] = self.pages(k, v)
+        return decode_attention(self.q[chosen], k, v, **given)
+
+    def pages(self, k, v):
+        """The caches as pages in a random order, among others full of NaN."""
+        size = self.rng.choice(PAGE_SIZES)
+        per_sequence = -(-self.room // size)
+        table = torch.randperm(len(k) * per_sequence + 3)[: len(k) * per_sequence].view(len(k), -1)
+        pools = []
+        for t in (k, v):
+            pool = t.new_full((len(k) * per_sequence + 3, size, *t.shape[2:]), math.nan)
+            padded = torch.nn.functional.pad(
+                t, (0, 0, 0, 0, 0, per_sequence * size - self.room), value=math.nan
+            )
+            pool[table.flatten()] = padded.view(-1, size, *t.shape[2:])
+            pools.append(pool)
+        return *pools, table.to(device=DEVICE, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("part", range(4))
+def test_it_matches_float64(rung, part):
+    for seed in range(CASES // 4):
+        seed = new_seed()
+        case = Case(seed)
+        options = dict(paged=case.rng.random() < 0.5, batch_invariant=case.rng.random() < 0.3)
+        got = case.run(rung=rung, **options)
+        try:
+            assert_close(
+                got,
+                case.expected(torch.float64),
+                case.expected(got.dtype),
+                axes=("batch", "row", "head", "column"),
+            )
+        except AssertionError as error:
+            error.add_note(f"Case({seed}), {options}")
+            raise
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_sequence_has_the_same_bits_in_any_batch(rung):
+    for _ in range(CASES // 4):
+        seed = new_seed()
+        case = Case(seed)
+        whole = case.run(rung=rung, batch_invariant=True)
+        some = case.rng.sample(range(case.batch), case.rng.randint(1, case.batch))
+        for paged in (False, True):
+            again = case.run(some, rung=rung, batch_invariant=True, paged=paged)
+            assert torch.equal(again, whole[some]), f"Case({seed}), {some}, {paged=}"
+
+
+def test_pages_outside_of_the_pool_are_not_seen():
+    q, k, v = torch.randn(1, 1, 2, 64), *torch.randn(2, 3, 16, 2, 64)
+    q, k, v = (t.to(DEVICE, torch.float16) for t in (q, k, v))
+    table = torch.tensor([[2, 99, 0, -1]], dtype=torch.int32, device=DEVICE)
+    got = decode_attention(q, k, v, block_table=table)
+    seen = decode_attention(q, k, v, block_table=table[:, ::2].contiguous())
+    torch.testing.assert_close(got, seen, atol=2e-3, rtol=0)
+    none = decode_attention(q, k, v, block_table=torch.full_like(table, 7))
+    assert torch.equal(none, torch.zeros_like(q))
+
+
+def test_sequences_share_pages():
+    q, k, v = torch.randn(2, 1, 2, 64), *torch.randn(2, 3, 16, 2, 64)
+    q, k, v = (t.to(DEVICE, torch.float16) for t in (q, k, v))
+    table = torch.tensor([[1, 2], [1, 0]], dtype=torch.int32, device=DEVICE)
+    got = decode_attention(q, k, v, block_table=table)
+    for b in range(2):
+        alone = [t[table[b].long()].flatten(0, 1)[None] for t in (k, v)]
+        torch.testing.assert_close(
+            got[b : b + 1], decode_attention(q[b : b + 1], *alone), atol=2e-3, rtol=0
+        )
+
+
+def test_lengths_past_the_cache_count_as_all_of_it():
+    q, k, v = (torch.randn(1, n, 2, 64, device=DEVICE).half() for n in (1, 50, 50))
+    long = torch.tensor([1000], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(decode_attention(q, k, v, seqlens_k=long), decode_attention(q, k, v))
+
+
+@pytest.mark.parametrize(("batch", "room"), [(0, 9), (2, 0)])
+def test_nothing_to_do(batch, room):
+    q, k, v = (torch.randn(batch, n, 2, 64, device=DEVICE).half() for n in (1, room, room))
+    assert torch.equal(decode_attention(q, k, v), torch.zeros_like(q))
+
+
+HALF = torch.float16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(1, 17, 2, 64, dtype=HALF)}, "q must have from 1 to 16 tokens; got 17"),
+        ({"q": torch.zeros(1, 1, 2, 64)}, "q must be .* float16 or bfloat16; got .* float32"),
+        ({"q": torch.zeros(1, 1, 3, 64, dtype=HALF)}, "kv heads must divide the query heads; got 3 and 2"),
+        ({n: torch.zeros(1, 1, 2, 96, dtype=HALF) for n in "qkv"}, "head_dim must be 64, 128 or 256; got 96"),
+        ({"k": torch.zeros(1, 40, 2, 68, dtype=HALF)[..., 2:-2]}, "k must have a contiguous last dimension, and rows that begin"),
+        ({"window": 0}, "window must be at least 1 key, or None; got 0"),
+        ({"rung": 7}, r"rung must be one of \(1, 2\); got 7"),
+        ({"seqlens_k": torch.zeros(2, dtype=torch.int32)}, "seqlens_k must be"),
+        ({"block_table": torch.zeros(1, 2, dtype=torch.int32)}, "page_size must be a multiple of 16 up to 256; got 40"),
+        ({"block_table": torch.zeros(1, 2), **{n: torch.zeros(3, 32, 2, 64, dtype=HALF) for n in "kv"}}, "block_table must be .* int32"),
+    ],
+)  # fmt: skip
+def test_bad_input(change, message):
+    given = (
+        {"q": torch.zeros(1, 1, 2, 64, dtype=HALF)}
+        | {n: torch.zeros(1, 40, 2, 64, dtype=HALF) for n in "kv"}
+        | change
+    )
+    with pytest.raises(ValueError, match=message):
+        decode_attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="rung 2 may run here")
+def test_rung_2_is_for_hopper():
+    q = torch.zeros(1, 1, 2, 64, dtype=HALF)
+    with pytest.raises(ValueError, match="rung 2 runs on a Hopper GPU alone"):
+        decode_attention(q, q, q, rung=2)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
+def test_the_check_build_finds_nothing():
+    from common.build import using
+
+    case = Case(3, torch.float16)
+    for order in ("forward", "random"):
+        with using(check=True, order=order, seed=1):
+            case.run(paged=order == "random")
+    assert ON_CPU > 1
