@@ -192,7 +192,7 @@ def compare_decode(case, device, rng):
     q, k, v = case.qkv(rng)
     visible = case.visible(device)
     del visible["causal"]  # the newest token sees every key
-    truth, pytorch = references(q, k, v, large_scores=case.magnitude > 1, **visible)
+    truth, pytorch = references(q, k, v, large_scores=case.large_scores, **visible)
     inputs = q, k.clone(), v.clone()
     hide_invisible(k, v, **visible)
     gaps = strided_output("out") if case.gaps else contextlib.nullcontext()

@@ -69,6 +69,11 @@ class AttentionCase(Case):
         kv_heads = self.heads if self.kv_heads is None else self.kv_heads
         self.__dict__.update(values=values, kv_len=kv_len, kv_heads=kv_heads)
 
+    @property
+    def large_scores(self) -> bool:
+        """Whether scores are in the hundreds: where the two best keys of a row nearly tie, rounding shows."""
+        return self.magnitude > 1 or self.huge_key is not None
+
     def qkv(self, rng: Rng) -> tuple[Tensor, Tensor, Tensor]:
         """q ``(batch, q_len, heads, head_dim)`` and k, v ``(batch, kv_len, kv_heads, head_dim)``, laid out."""
         return lay_out(self.layout, *self.numbers(rng))

@@ -35,7 +35,7 @@ ASSIGNMENT = [
 def host_matches_float64(case, device, rng):
     q, k, v = case.qkv(rng)
     visible = case.visible(device)
-    truth, pytorch = references(q, k, v, large_scores=case.magnitude > 1, **visible)
+    truth, pytorch = references(q, k, v, large_scores=case.large_scores, **visible)
     inputs = q, k.clone(), v.clone()
     hide_invisible(k, v, **visible)
     with Watch() as did:
@@ -75,7 +75,7 @@ def matches_float64(front_end: FrontEnd) -> CheckFunction:
             pytest.skip(reason)
         q, k, v = case.qkv(rng)
         visible = case.visible(device)
-        truth, pytorch = references(q, k, v, large_scores=case.magnitude > 1, **visible)
+        truth, pytorch = references(q, k, v, large_scores=case.large_scores, **visible)
         inputs = q, k.clone(), v.clone()
         hide_invisible(k, v, **visible)
         got = front_end.attention(q, k, v, **visible)
