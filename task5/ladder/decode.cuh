@@ -2,8 +2,8 @@
 //
 //   out = softmax(scale q k^T) v      for the newest q_len tokens of each sequence, against its cache
 //   q, out (batch, q_len, heads, head_dim)
-//   k, v   (batch, max_seq, kv_heads, head_dim), or pages (pages, page_size, kv_heads, head_dim): key j of sequence b is
-//          then row j % page_size of page block_table[b, j / page_size]
+//   k, v   (batch, max_seq, kv_heads, head_dim), or pages (pages, page_size, kv_heads, head_dim): key j of sequence b
+//          is then row j % page_size of page block_table[b, j / page_size]
 //
 // Token i of sequence b stands at position p = seqlens_k[b] - q_len + i and sees the keys
 //   max(leftpad_k[b], p - window + 1) <= j <= p          (window 0: no limit)
@@ -38,7 +38,7 @@ struct Decode {
   int rows, row_tiles;     // rows of a kv head; pairs that share them
   int chunks;              // 0, or about how many chunks the keys of a pair are cut into, whatever the batch is
   float scale;
-  float* partial;          // [slot][rows of a pair][head_dim], and behind all of them m and l: [slot][rows of a pair][2]
+  float* partial;          // [slot][rows of a pair][head_dim], and behind all of them m, l: [slot][rows of a pair][2]
   int64_t slots;
   int* counters;           // [batch * kv_heads * row_tiles], 0 between launches
 };
