@@ -1,7 +1,7 @@
 // The decode kernel on tensor cores, fp16 or bf16, sums in fp32.
 //
-// Every warp has a pipeline of its own: cp.async brings its 16 keys of a tile, then their values, a few stages ahead. The
-// warps meet only at the end of a chunk, where their parts are merged. The pipeline runs on meanwhile.
+// Every warp has a pipeline of its own: cp.async brings its 16 keys of a tile, then their values, a few stages ahead.
+// The warps meet only at the end of a chunk, where their parts are merged. The pipeline runs on meanwhile.
 #pragma once
 #include <cuda_runtime.h>
 
