@@ -110,6 +110,9 @@ _WRITTEN = (
     "task4/ladder/RESULTS.md",
     "task4/ladder/table.json",
     "task4/ladder/*.png",
+    "task5/ladder/RESULTS.md",
+    "task5/ladder/table.json",
+    "task5/ladder/*.png",
     # END STAFF
 )
 

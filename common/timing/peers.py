@@ -11,6 +11,8 @@ from torch import Tensor
 
 from common.timing.sdpa import Backend, sdpa
 
+FA3_MODULE = "flash_attn_interface"
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -21,23 +23,27 @@ class Peer:
     split = False  # none multiplies float32 in 16-bit parts
 
 
-def _fa3_module() -> Any:
+def import_peer(name: str) -> Any:
+    """A library that may not be here.
+
+    Raises:
+        ImportError: it is not there, or not for this torch; in a line.
+    """
     try:
-        return importlib.import_module("flash_attn_interface")
-    except Exception as error:  # not there, or not for this torch
-        what = f"flash_attn_interface cannot be imported ({type(error).__name__})"
-        raise ImportError(what) from error
+        return importlib.import_module(name)
+    except Exception as error:  # libraries raise all kinds of errors where they do not fit
+        raise ImportError(f"{name} cannot be imported ({type(error).__name__})") from error
 
 
 def _fa3(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    out = _fa3_module().flash_attn_func(q, k, v, causal=causal)
+    out = import_peer(FA3_MODULE).flash_attn_func(q, k, v, causal=causal)
     return out[0] if isinstance(out, tuple) else out
 
 
 def fa3_version() -> str:
     """FlashAttention-3's version, or that it cannot be imported."""
     try:
-        module = _fa3_module()
+        module = import_peer(FA3_MODULE)
         return metadata.version("flash_attn_3")
     except metadata.PackageNotFoundError:
         return getattr(module, "__version__", "of unknown version")

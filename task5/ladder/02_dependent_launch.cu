@@ -1,24 +1,33 @@
-// Rung 2. The launch begins while the one before it ends: its blocks are in place, and wait, when that is complete.
+// Rung 2. The launch begins while the one before it ends, and has L2 fetch its first keys meanwhile.
 // architectures: sm_90a
 //
 // Compared with rung 1, only the launch and its wait differ: dependent_launch.cuh.
+constexpr int WARPS = 4, KV_BYTES = 64 * 1024;
 #include "dependent_launch.cuh"
 
-#include "tensor_cores.cuh"
+#include "dispatch.cuh"
+#include "equal_shares.cuh"
 
-extern "C" int shared_memory_bytes(int rows, int head_dim) {
-  const bool two = rows_of_a_pair(rows, head_dim) == 32;
-  if (head_dim == 64) return two ? sizeof(Shared<__half, 64, 2>) : sizeof(Shared<__half, 64, 1>);
-  if (head_dim == 128) return two ? sizeof(Shared<__half, 128, 2>) : sizeof(Shared<__half, 128, 1>);
-  return sizeof(Shared<__half, 256, 1>);
+extern "C" int rows_of_a_pair(int dtype, int head_dim, int rows) {
+  return with_math(dtype, head_dim, rows, [](auto is) { return decltype(is)::Math::ROWS; });
+}
+
+extern "C" int keys_of_a_tile(int dtype, int head_dim, int rows) {
+  return with_math(dtype, head_dim, rows, [](auto is) { return WARPS * decltype(is)::Math::KEYS; });
+}
+
+extern "C" int shared_memory_bytes(int dtype, int head_dim, int rows) {
+  return with_math(dtype, head_dim, rows, [](auto is) {
+    return int(sizeof(Shared<typename decltype(is)::Math, EqualShares>));
+  });
 }
 
 extern "C" cudaError_t decode(View q, View k, View v, View out, const int* seqlens_k, const int* leftpad_k,
                               const int* block_table, int max_pages, int window, int chunks, float scale,
                               float* partial, int slots, int* counters, int blocks, int dtype, cudaStream_t stream) {
-  Decode a = make_decode(q, k, v, out, seqlens_k, leftpad_k, block_table, max_pages, window, chunks, scale, partial,
-                         slots, counters);
-  if (dtype == FLOAT16) return launch<__half>(a, q.sizes[3], blocks, stream);
-  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(a, q.sizes[3], blocks, stream);
-  return cudaErrorInvalidValue;
+  const Decode a = make_decode(q, k, v, out, seqlens_k, leftpad_k, block_table, max_pages, window, chunks, scale,
+                               partial, slots, counters);
+  return cudaError_t(with_math(dtype, q.sizes[3], a.rows, [&](auto is) {
+    return int(launch<typename decltype(is)::Math, EqualShares>(a, blocks, stream));
+  }));
 }

@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,16 +11,26 @@ from torch import Tensor
 from common.build import Kernels, dtype_code
 from common.inputs import check_attention, check_device, check_lengths, describe, expect
 
-DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 256)  # from, to; multiples of 16
 MAX_QUERIES = 16
-TILE = 64  # keys
+MAX_KEYS = 1 << 24
+MAX_BATCH = 65535
+INVARIANT_KEYS = (
+    4096  # the shares of a batch-invariant call are those of a sequence alone, of so many keys
+)
 ON_CPU = 6  # blocks where there is no GPU: enough to share a pair
+LONG = 32  # tiles of a block that make up for a second block on its SM
 _KERNELS = {
     1: Kernels(__file__, "01_shared_work.cu"),
-    2: Kernels(__file__, "02_dependent_launch.cu"),  # Hopper alone
+    2: Kernels(__file__, "02_dependent_launch.cu"),
+    3: Kernels(__file__, "03_clusters.cu"),
+    4: Kernels(__file__, "04_deeper.cu"),
 }
+RUNGS = tuple(_KERNELS)
+CLUSTERS = (3, 4)  # of the rungs
+MOST_BLOCKS = 16  # of a cluster
 
 
 def decode_attention(
@@ -40,8 +51,8 @@ def decode_attention(
     Nothing is read on the host: a CUDA graph that captured a call stays right while sequences grow.
 
     Args:
-        q: ``(batch, q_len, heads, head_dim)``, float16 or bfloat16, head_dim 64, 128 or 256, at most 16 tokens.
-            Token i sees the keys up to ``seqlens_k[b] - q_len + i``.
+        q: ``(batch, q_len, heads, head_dim)``, float32, float16 or bfloat16, head_dim 64, 128 or 256, at most 16
+            tokens. Token i sees the keys up to ``seqlens_k[b] - q_len + i``.
         k, v: ``(batch, max_seq, kv_heads, head_dim)``; with ``block_table`` the pages of all sequences,
             ``(pages, page_size, kv_heads, head_dim)``, page_size a multiple of 16 up to 256. kv_heads divides heads.
         scale: factor of the scores; ``1 / sqrt(head_dim)`` if None.
@@ -53,7 +64,7 @@ def decode_attention(
             its keys are not seen.
         window: how many keys a token sees at most, itself included; None: no limit.
         batch_invariant: a sequence's result has the same bits alone, in any batch and order, contiguous or paged.
-        rung: 1, or 2 on Hopper; the fastest here if None.
+        rung: 1, or 2 to 4 on Hopper; the fastest for these shapes if None.
 
     Returns:
         ``(batch, q_len, heads, head_dim)``, contiguous, q's dtype. A query that sees no key gives 0.
@@ -68,25 +79,20 @@ def decode_attention(
         raise ValueError(f"window must be at least 1 key, or None; got {window}")
     _, q_len, heads, head_dim = q.shape
     kv_heads = k.shape[2]
-    number = _choose(q.device, rung)
+    _check_rung(q.device, rung)
     out = torch.empty((batch, q_len, heads, head_dim), dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
     if kv_len == 0:
         return out.zero_()
-    rows = heads // kv_heads * q_len
-    tall = 32 if rows > 16 and head_dim <= 128 else 16  # rows that one read serves
-    pairs = kv_heads * -(-rows // tall)
-    room = _blocks(q.device, rows, head_dim, number)
-    blocks = min(room, batch * pairs * -(-kv_len // TILE))
-    chunks = -(-2 * room // pairs) if batch_invariant else 0
-    slots = batch * pairs * chunks if chunks else 2 * blocks
-    partial, counters = _workspace(q.device, slots * tall * (head_dim + 2), batch * pairs)
-    _KERNELS[number].launch(
+    call = _Call(q.device, dtype_code(q.dtype), head_dim, heads // kv_heads * q_len)
+    plan = _plan(call, batch, kv_heads, kv_len, batch_invariant, rung)
+    partial, counters = _workspace(q.device, plan.floats, plan.counters)
+    _KERNELS[plan.rung].launch(
         "decode", q=q, k=k, v=v, out=out, seqlens_k=seqlens_k, leftpad_k=leftpad_k, block_table=block_table,
-        max_pages=0 if block_table is None else block_table.shape[1], window=min(window or 0, kv_len), chunks=chunks,
-        scale=1 / math.sqrt(head_dim) if scale is None else scale, partial=partial, slots=slots, counters=counters,
-        blocks=blocks, dtype=dtype_code(q.dtype),
+        max_pages=0 if block_table is None else block_table.shape[1], window=min(window or 0, kv_len),
+        scale=1 / math.sqrt(head_dim) if scale is None else scale, chunks=plan.chunks, partial=partial,
+        slots=plan.slots, counters=counters, blocks=plan.blocks, dtype=call.dtype,
     )  # fmt: skip
     return out
 
@@ -120,36 +126,111 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> tuple
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if (
             tensor.stride(-1) != 1
-            or any(s % 8 for s in tensor.stride()[:3])
+            or any(s * tensor.element_size() % 16 for s in tensor.stride()[:3])
             or tensor.data_ptr() % 16
         ):
             raise ValueError(
                 f"{name} must have a contiguous last dimension, and rows that begin at multiples of 16 bytes; got"
                 f" {describe(tensor)} with strides {tensor.stride()}"
             )
+    if batch > MAX_BATCH:
+        raise ValueError(f"batch must be at most {MAX_BATCH:,}; got {batch:,}")
+    if kv_len > MAX_KEYS:
+        raise ValueError(f"a sequence must have room for at most {MAX_KEYS:,} keys; got {kv_len:,}")
     return batch, kv_len
 
 
-def _choose(device: torch.device, rung: int | None) -> int:
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    if rung is None:
-        return 2 if hopper else 1
-    if rung not in _KERNELS:
-        raise ValueError(f"rung must be one of {tuple(_KERNELS)}; got {rung}")
-    if rung == 2 and not hopper:
-        raise ValueError(f"rung 2 runs on a Hopper GPU alone; the tensors are on {device}")
-    return rung
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-@functools.cache
-def _blocks(device: torch.device, rows: int, head_dim: int, rung: int) -> int:
-    """How many blocks the GPU holds at once."""
-    if device.type == "cpu":
+def _check_rung(device: torch.device, rung: int | None) -> None:
+    if rung is not None and rung not in RUNGS:
+        raise ValueError(f"rung must be one of {RUNGS}; got {rung}")
+    if rung is not None and rung > 1 and not _is_hopper(device):
+        raise ValueError(f"rung {rung} runs on a Hopper GPU alone; the tensors are on {device}")
+
+
+class _Call(NamedTuple):
+    """What a kernel is chosen by."""
+
+    device: torch.device
+    dtype: int
+    head_dim: int
+    rows: int  # of q that read a kv head
+
+    def query(self, rung: int, name: str, **arguments: int) -> int:
+        given = dict(dtype=self.dtype, head_dim=self.head_dim, rows=self.rows, **arguments)
+        return _KERNELS[rung].query(name, self.device, **given)
+
+
+class _Plan(NamedTuple):
+    rung: int
+    blocks: int
+    chunks: int = 0
+    slots: int = 0
+    floats: int = 0  # of scratch
+    counters: int = 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    call: _Call, batch: int, kv_heads: int, kv_len: int, batch_invariant: bool, rung: int | None
+) -> _Plan:
+    """The rung, and how many blocks share the work: from shapes alone, never from lengths."""
+    clusters = _is_hopper(call.device) and call.head_dim < 256  # two blocks of 256 do not fit an SM
+    clusters = clusters and rung in (None, *CLUSTERS)
+    # A sequence's result may not depend on the batch, nor on how much room there is.
+    fixed = (1, INVARIANT_KEYS) if batch_invariant else (batch, kv_len)
+    if rung in CLUSTERS or clusters:
+        of_a_cluster = _of_a_cluster(call, rung or 3, kv_heads, *fixed)
+        if rung is None:
+            rung = 3 if of_a_cluster >= 4 or batch_invariant else 4
+        return _Plan(rung, of_a_cluster * batch * _pairs(call, rung, kv_heads))
+    rung = rung or (2 if _is_hopper(call.device) else 1)
+    tall = call.query(rung, "rows_of_a_pair")
+    pairs, room = _pairs(call, rung, kv_heads), _blocks(call, rung)
+    tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
+    blocks = min(room, batch * pairs * tiles)
+    chunks = -(-room // pairs) if batch_invariant else 0
+    slots = batch * pairs * chunks if chunks else 2 * blocks
+    return _Plan(
+        rung, blocks, chunks, slots, slots * tall * (call.head_dim + 2), counters=batch * pairs
+    )
+
+
+def _pairs(call: _Call, rung: int, kv_heads: int) -> int:
+    """Of a kv head and rows that share one read of its keys, for one sequence."""
+    return kv_heads * -(-call.rows // call.query(rung, "rows_of_a_pair"))
+
+
+def _of_a_cluster(call: _Call, rung: int, kv_heads: int, batch: int, kv_len: int) -> int:
+    """How many blocks share a pair: a power of two.
+
+    All are there at once, one on each SM, or two where each has much to do; and each has two tiles at least.
+    """
+    pairs = batch * _pairs(call, rung, kv_heads)
+    tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
+    sms = torch.cuda.get_device_properties(call.device).multi_processor_count
+    blocks = 1
+    while (
+        2 * blocks <= min(MOST_BLOCKS, tiles // 2)
+        and pairs * 2 * blocks <= (2 * sms if tiles >= LONG * 2 * blocks else sms)
+        and pairs <= call.query(rung, "clusters_at_once", blocks=2 * blocks, tiles=min(tiles, LONG))
+    ):
+        blocks *= 2
+    return blocks
+
+
+def _blocks(call: _Call, rung: int) -> int:
+    """How many blocks the GPU holds at once; two on an SM, where these fit."""
+    if call.device.type == "cpu":
         return ON_CPU
-    gpu = torch.cuda.get_device_properties(device)
-    size = _KERNELS[rung].query("shared_memory_bytes", device, rows=rows, head_dim=head_dim)
-    reserved = 1024  # of each block, for the system
-    per_sm = gpu.shared_memory_per_multiprocessor // (size + reserved)
+    gpu = torch.cuda.get_device_properties(call.device)
+    reserved = 1024  # bytes of each block, for the system
+    per_sm = gpu.shared_memory_per_multiprocessor // (
+        call.query(rung, "shared_memory_bytes") + reserved
+    )
     return gpu.multi_processor_count * max(1, min(2, per_sm))
 
 

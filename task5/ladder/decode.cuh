@@ -1,4 +1,4 @@
-// What every rung of decode computes, its arguments, and how the work is shared.
+// What every rung of decode computes, its arguments, and how parts of a result are merged.
 //
 //   out = softmax(scale q k^T) v      for the newest q_len tokens of each sequence, against its cache
 //   q, out (batch, q_len, heads, head_dim)
@@ -14,6 +14,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 
 #include "dtype.cuh"
@@ -22,10 +23,19 @@
 
 #define DEVICE __device__ __forceinline__
 
+// A rung has said: WARPS of a block; KV_BYTES of shared memory for K and V, or two tiles where these take more.
+constexpr int THREADS = 32 * WARPS;
 constexpr float LOG2_E = 1.44269504f;
-constexpr int WARPS = 4, THREADS = 32 * WARPS;
-constexpr int KEYS = 16;           // of a tile that one warp computes
-constexpr int B_c = WARPS * KEYS;  // keys of a tile
+
+// Division by a number that the host knows, of n with n * d < 2^32: a product instead of some 30 instructions. Decode
+// takes a few microseconds, in which instructions that run once have to be fetched, too.
+struct Divisor {
+  unsigned d, reciprocal;  // 2^32 / d, rounded up
+
+  explicit Divisor(unsigned d = 1) : d(d), reciprocal(d == 1 ? 0 : unsigned(((uint64_t(1) << 32) + d - 1) / d)) {}
+  DEVICE int quotient(int n) const { return d == 1 ? n : int(uint64_t(unsigned(n)) * reciprocal >> 32); }
+  DEVICE int remainder(int n) const { return n - quotient(n) * int(d); }
+};
 
 struct Decode {
   const void *q, *k, *v;
@@ -33,116 +43,83 @@ struct Decode {
   Strides q_strides, k_strides, v_strides, out_strides;  // of k and v, batch: from page to page where there are pages
   const int *seqlens_k, *leftpad_k, *block_table;        // block_table: null without pages
   int64_t table_stride;
-  int batch, heads, kv_heads, group, q_len, kv_len;  // kv_len: keys for which there is room
-  int page_size, pages, window;
-  int rows, row_tiles;     // rows of a kv head; pairs that share them
-  int chunks;              // 0, or about how many chunks the keys of a pair are cut into, whatever the batch is
+  int batch, kv_heads, q_len, kv_len;  // kv_len: keys for which there is room
+  int pages, window;
+  int rows;  // of a kv head
+  Divisor group, page_size, row_tiles;  // row_tiles: pairs that share a kv head's rows
+  int tile_bits = 0;                    // B_c = 1 << tile_bits
+  int chunks;                           // 0, or into how many chunks at most the keys of a pair are cut, in any batch
   float scale;
-  float* partial;          // [slot][rows of a pair][head_dim], and behind all of them m, l: [slot][rows of a pair][2]
+  float* partial;  // [slot][rows of a pair][head_dim], and behind all of them m, l: [slot][rows of a pair][2]
   int64_t slots;
-  int* counters;           // [batch * kv_heads * row_tiles], 0 between launches
+  int* counters;  // [batch * kv_heads * row_tiles], 0 between launches
+
+  DEVICE int pairs() const { return kv_heads * int(row_tiles.d); }  // of a sequence
 };
 
 // The keys of one sequence.
 struct Sequence {
-  int len, begin;   // keys [begin, len) are seen by some row
-  int first, tiles; // tiles [first, first + tiles) have them; one that sees nothing if there are none
-  int chunk, units; // tiles of a unit of work, and how many of them
+  int len, begin;    // keys [begin, len) are seen by some row
+  int first, tiles;  // tiles [first, first + tiles) have them; one that sees nothing if there are none
 };
 
-DEVICE Sequence sequence(const Decode& a, int b) {
+// What the device holds of its lengths. __ldcg: past L1, as the launch before this one may have written them after this
+// one has read them already.
+DEVICE int2 lengths(const Decode& a, int b) {
+  return make_int2(a.seqlens_k ? __ldcg(&a.seqlens_k[b]) : a.kv_len, a.leftpad_k ? __ldcg(&a.leftpad_k[b]) : 0);
+}
+
+DEVICE Sequence sequence(const Decode& a, int2 lengths) {
   Sequence s;
-  s.len = a.seqlens_k ? min(max(a.seqlens_k[b], 0), a.kv_len) : a.kv_len;
-  s.begin = a.leftpad_k ? max(a.leftpad_k[b], 0) : 0;
+  s.len = min(max(lengths.x, 0), a.kv_len);
+  s.begin = max(lengths.y, 0);
   if (a.window) s.begin = max(s.begin, s.len - a.q_len - a.window + 1);
-  s.first = min(s.begin, s.len) / B_c;
-  s.tiles = max(1, ceil_div(s.len, B_c) - s.first);
-  s.chunk = a.chunks ? ceil_div(s.tiles, a.chunks) : 1;
-  s.units = ceil_div(s.tiles, s.chunk);
+  s.first = min(s.begin, s.len) >> a.tile_bits;
+  s.tiles = max(1, ((s.len + (1 << a.tile_bits) - 1) >> a.tile_bits) - s.first);
   return s;
 }
 
-// A block's share of the units, which are counted over chunks, then pairs, then sequences. All shares are as large, but
-// for one unit, whatever lengths the sequences have: all blocks finish together.
-struct Share {
-  int total, blocks, size, larger;  // no more blocks than units; `larger` blocks have one more than `size`
-  int begin, end;
-
-  DEVICE explicit Share(int total) : total(total), blocks(min(total, int(gridDim.x))) {
-    size = total / blocks, larger = total - size * blocks;
-    begin = begin_of(blockIdx.x), end = begin_of(blockIdx.x + 1);
-  }
-  DEVICE int begin_of(int block) const { return block < blocks ? block * size + min(block, larger) : total; }
-  DEVICE int owner(int unit) const {
-    const int first = larger * (size + 1);  // of those of `size`
-    return unit < first ? unit / (size + 1) : larger + (unit - first) / size;
-  }
-};
-
-// Walks over the tiles of a block's share.
+// Where a warp is in its block's share of the tiles: in a segment, some tiles of one pair.
 struct Walk {
-  int b, pair, tile, end;     // the tile, and the end of this segment: a part of one pair's tiles
-  int unit, units;            // the segment's first unit and how many it has
-  int left, first_unit;       // units of the share behind this segment; of the whole work before this pair
+  int b, pair;          // of the sequence's pairs
+  int kv_head, row_0;   // of the pair; its first row
+  int tile, end;        // the tile, and the segment's end
   Sequence s;
+  // Where a share may have several segments, and is counted in units: tiles, or chunks of them.
+  int chunk, pair_units;  // tiles of a unit, units of the pair
+  int unit, units;        // the segment's first unit and how many it has
+  int left, first_unit;   // units of the share behind this segment; of the whole work before this pair
 
+  DEVICE void at(const Decode& a, int new_pair) {
+    pair = new_pair;
+    kv_head = a.row_tiles.quotient(pair);
+    row_0 = pair - kv_head * int(a.row_tiles.d);  // times ROWS
+  }
+  DEVICE void cut(const Decode& a) {
+    chunk = a.chunks ? ceil_div(s.tiles, a.chunks) : 1;
+    pair_units = a.chunks ? ceil_div(s.tiles, chunk) : s.tiles;
+  }
   DEVICE void segment(int u) {
     unit = u;
-    units = min(left, s.units - u);
+    units = min(left, pair_units - u);
     left -= units;
-    tile = u * s.chunk;
-    end = min((u + units) * s.chunk, s.tiles);
+    tile = u * chunk;
+    end = min((u + units) * chunk, s.tiles);
   }
   DEVICE bool more() const { return left > 0; }
   DEVICE void next_segment(const Decode& a) {
-    first_unit += s.units;
-    if (++pair == a.kv_heads * a.row_tiles) {
-      pair = 0;
-      s = sequence(a, ++b);
+    first_unit += pair_units;
+    if (pair + 1 < a.pairs()) {
+      at(a, pair + 1);
+    } else {
+      at(a, 0);
+      b = min(b + 1, a.batch - 1);  // not past the end, even where lengths change while they are read
+      s = sequence(a, lengths(a, b));
+      cut(a);
     }
     segment(0);
   }
-  DEVICE bool whole() const { return units == s.units; }
 };
-
-// Finds a block's share, and its first tile. Every warp does so for itself.
-DEVICE Share share_of(const Decode& a, Walk& w) {
-  const int lane = threadIdx.x % 32, pairs = a.kv_heads * a.row_tiles;
-  const bool alike = !a.seqlens_k && !a.leftpad_k;
-  int total = 0;
-  if (alike) {
-    w.s = sequence(a, 0);
-    total = w.s.units * a.batch;
-  } else {
-    for (int b = lane; b < a.batch; b += 32) total += sequence(a, b).units;
-    for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-  }
-  const Share share(total * pairs);
-  if (alike) {
-    w.b = share.begin / (w.s.units * pairs);
-    w.first_unit = w.b * w.s.units * pairs;
-  } else {
-    w.b = 0, w.first_unit = 0;
-    for (int first = 0; first < a.batch; first += 32) {
-      const int units = first + lane < a.batch ? sequence(a, first + lane).units * pairs : 0;
-      int sum = units;  // up to this lane's sequence
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, sum, step);
-        if (lane >= step) sum += other;
-      }
-      const int before = __popc(__ballot_sync(~0u, w.first_unit + sum <= share.begin && first + lane < a.batch));
-      const int skipped = __shfl_sync(~0u, sum, before > 0 ? before - 1 : 0);
-      if (before > 0) w.b += before, w.first_unit += skipped;
-      if (before < 32) break;
-    }
-    w.s = sequence(a, min(w.b, a.batch - 1));
-  }
-  w.pair = (share.begin - w.first_unit) / w.s.units;
-  w.first_unit += w.pair * w.s.units;
-  w.left = share.end - share.begin;
-  w.segment(share.begin - w.first_unit);
-  return share;
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What is known of a row after some of its keys: O = sum P V, l = sum P with P = exp2(S - m). Two of them are merged as
@@ -159,29 +136,43 @@ DEVICE float fast_exp2(float x) {
 }
 
 struct Part {
-  float m, l;
-  float4 O;
+  float m = -INFINITY, l = 0.0f;
+  float4 O = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // four columns
+};
 
-  DEVICE void merge(const Part& p) {
-    const float m_new = fmaxf(m, p.m), shift = m_new == -INFINITY ? 0.0f : m_new;
-    const float x = fast_exp2(m - shift), y = fast_exp2(p.m - shift);
-    m = m_new;
-    l = fmaf(x, l, y * p.l);
-    O.x = fmaf(x, O.x, y * p.O.x), O.y = fmaf(x, O.y, y * p.O.y);
-    O.z = fmaf(x, O.z, y * p.O.z), O.w = fmaf(x, O.w, y * p.O.w);
+// Merges N parts into p.
+template <int N>
+DEVICE void merge(Part& p, const Part (&parts)[N]) {
+  float m = p.m;
+#pragma unroll
+  for (int n = 0; n < N; ++n) m = fmaxf(m, parts[n].m);
+  const float shift = m == -INFINITY ? 0.0f : m, rescale = fast_exp2(p.m - shift);
+  p.m = m, p.l *= rescale, p.O.x *= rescale, p.O.y *= rescale, p.O.z *= rescale, p.O.w *= rescale;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const float factor = fast_exp2(parts[n].m - shift);
+    p.l = fmaf(factor, parts[n].l, p.l);
+    p.O.x = fmaf(factor, parts[n].O.x, p.O.x), p.O.y = fmaf(factor, parts[n].O.y, p.O.y);
+    p.O.z = fmaf(factor, parts[n].O.z, p.O.z), p.O.w = fmaf(factor, parts[n].O.w, p.O.w);
   }
-};
+}
 
-// What the warps of a block exchange at the end of a chunk, in shared memory, a few columns at a time.
-template <int ROWS, int HEAD_DIM>
-struct Exchange {
-  static constexpr int COLUMNS = HEAD_DIM < 2048 / ROWS ? HEAD_DIM : 2048 / ROWS;
-  float O[WARPS][ROWS][COLUMNS];
-  float m[WARPS][ROWS], l[WARPS][ROWS];
-  float4 before_O[ROWS * HEAD_DIM / 4];  // of the chunks before; each thread has its own of them
-  float2 before_ml[ROWS * HEAD_DIM / 4];
-  bool last;
-};
+// Merges parts get(begin) to get(end - 1), a few at a time: their loads are on the way together.
+template <typename Get>
+DEVICE Part merge_parts(int begin, int end, Get get) {
+  constexpr int AT_ONCE = 8;
+  Part p;
+#pragma unroll 1
+  for (int n = begin; n < end; n += AT_ONCE) {
+    Part parts[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      if (n + i < end) parts[i] = get(n + i);
+    }
+    merge(p, parts);
+  }
+  return p;
+}
 
 template <typename T>
 DEVICE void store4(T* to, float4 x, float factor) {
@@ -196,90 +187,41 @@ DEVICE void store4(float* to, float4 x, float factor) {
   *reinterpret_cast<float4*>(to) = make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
 }
 
-template <typename T, int HEAD_DIM>
-DEVICE void write_out(const Decode& a, int b, int pair, int row, int e, const Part& p) {
-  T* out = static_cast<T*>(a.out) + b * a.out_strides.batch + row / a.group * a.out_strides.row +
-           (int64_t(pair / a.row_tiles) * a.group + row % a.group) * a.out_strides.head;
+// Where row `row` of a kv head is, in q or in out.
+DEVICE int64_t offset_of(const Decode& a, const Strides& strides, int b, int kv_head, int row) {
+  const int token = a.group.quotient(row), head = row - token * int(a.group.d);
+  return b * strides.batch + token * strides.row + int64_t(kv_head * int(a.group.d) + head) * strides.head;
+}
+
+template <typename T>
+DEVICE void write_out(const Decode& a, const Walk& w, int row, int e, const Part& p) {
+  T* out = static_cast<T*>(a.out) + offset_of(a, a.out_strides, w.b, w.kv_head, row);
   store4(out + e, p.O, p.l == 0.0f ? 0.0f : 1.0f / p.l);
 }
 
-// The end of a chunk. Merges the warps' parts of columns [e_0, e_0 + COLUMNS), which are in x, then with the chunks
-// before; writes them to out where the pair is done, else to the part's slot.
-template <typename T, int ROWS, int HEAD_DIM>
-DEVICE void merge_warps(const Decode& a, const Walk& w, Exchange<ROWS, HEAD_DIM>& x, int e_0, bool first_chunk,
-                        bool segment_ends, int chunk) {
-  constexpr int COLUMNS = Exchange<ROWS, HEAD_DIM>::COLUMNS, QUADS = COLUMNS / 4;
-  const int row_0 = w.pair % a.row_tiles * ROWS, rows = min(ROWS, a.rows - row_0);
-  const bool from_0 = w.unit == 0, fold = a.chunks && from_0;  // chunks of a later segment have to stay apart
-  const bool done = segment_ends && w.whole();
-  const int64_t slot = !a.chunks ? 2 * blockIdx.x + from_0 : w.first_unit + (from_0 ? 0 : chunk);
-  for (int i = threadIdx.x; i < rows * QUADS; i += THREADS) {
-    const int row = i / QUADS, e = 4 * (i % QUADS), own = i + e_0 / COLUMNS * ROWS * QUADS;
-    Part p = {-INFINITY, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp)
-      p.merge({x.m[warp][row], x.l[warp][row], *reinterpret_cast<const float4*>(&x.O[warp][row][e])});
-    if (fold && !first_chunk) {
-      Part before = {x.before_ml[own].x, x.before_ml[own].y, x.before_O[own]};
-      before.merge(p);
-      p = before;
-    }
-    if (done) {
-      write_out<T, HEAD_DIM>(a, w.b, w.pair, row_0 + row, e_0 + e, p);
-    } else if (fold && !segment_ends) {
-      x.before_O[own] = p.O, x.before_ml[own] = make_float2(p.m, p.l);
-    } else {
-      float4* O = reinterpret_cast<float4*>(a.partial + (slot * ROWS + row) * HEAD_DIM + e_0 + e);
-      float2* ml = reinterpret_cast<float2*>(a.partial + a.slots * ROWS * HEAD_DIM + (slot * ROWS + row) * 2);
-      __stcg(O, p.O);
-      if (e_0 + e == 0) __stcg(ml, make_float2(p.m, p.l));
-    }
-  }
+// As much of an SM's memory as there is becomes shared memory, so that two blocks fit.
+template <auto kernel>
+inline cudaError_t prefer_shared_memory() {
+  static std::atomic<uint64_t> done{0};  // bit i: on GPU i
+  int gpu;
+  cudaError_t error = cudaGetDevice(&gpu);
+  if (error != cudaSuccess || (done >> gpu & 1)) return error;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);  // percent
+  if (error == cudaSuccess) done |= uint64_t(1) << gpu;
+  return error;
 }
-
-// The end of a segment that is not the whole pair. The last of the pair's blocks to come merges the parts, in order.
-template <typename T, int ROWS, int HEAD_DIM>
-DEVICE void merge_blocks(const Decode& a, const Share& share, const Walk& w, Exchange<ROWS, HEAD_DIM>& x) {
-  constexpr int QUADS = HEAD_DIM / 4;
-  const int row_0 = w.pair % a.row_tiles * ROWS, rows = min(ROWS, a.rows - row_0);
-  const int first = share.owner(w.first_unit), last = share.owner(w.first_unit + w.s.units - 1);
-  __threadfence();  // this thread's part is visible to all blocks before the block is counted
-  __syncthreads();  // all of the block's are
-  if (threadIdx.x == 0) {
-    int* counter = &a.counters[w.b * a.kv_heads * a.row_tiles + w.pair];
-    x.last = atomicAdd(counter, 1) == last - first;
-    if (x.last) *counter = 0;  // for the next launch
-    __threadfence();           // the other blocks' parts are read after the count
-  }
-  __syncthreads();
-  if (!x.last) return;
-  const int own = share.begin_of(first + 1) - w.first_unit;  // units that the first block has merged
-  const int parts = a.chunks ? 1 + w.s.units - own : last - first + 1;
-  for (int i = threadIdx.x; i < rows * QUADS; i += THREADS) {
-    const int row = i / QUADS, e = 4 * (i % QUADS);
-    Part p = {-INFINITY, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
-#pragma unroll 4
-    for (int n = 0; n < parts; ++n) {
-      const int64_t from = !a.chunks ? 2 * (first + n) + (n == 0) : w.first_unit + (n == 0 ? 0 : own + n - 1);
-      const float* O = a.partial + (from * ROWS + row) * HEAD_DIM + e;
-      const float* ml = a.partial + a.slots * ROWS * HEAD_DIM + (from * ROWS + row) * 2;
-      const float2 m_l = __ldcg(reinterpret_cast<const float2*>(ml));
-      p.merge({m_l.x, m_l.y, __ldcg(reinterpret_cast<const float4*>(O))});
-    }
-    write_out<T, HEAD_DIM>(a, w.b, w.pair, row_0 + row, e, p);
-  }
-}
-
-// Rows of a pair: one read of K and V serves as many. At head_dim 256 O_i leaves no registers for more than 16.
-inline int rows_of_a_pair(int rows, int head_dim) { return rows > 16 && head_dim <= 128 ? 32 : 16; }
 
 #ifndef DEPENDENT_LAUNCH
+constexpr bool DEPENDENT = false;
+constexpr bool AHEAD = false;
 DEVICE void wait_for_the_launch_before() {}
+DEVICE void begin_the_next_launch() {}
+DEVICE void prefetch_L2(const void*) {}
 
-template <typename Kernel, typename Arguments>
-inline cudaError_t launch_kernel(Kernel kernel, int blocks, int threads, int bytes, cudaStream_t stream,
+template <typename Arguments>
+inline cudaError_t launch_kernel(void (*kernel)(Arguments), dim3 grid, int threads, int bytes, cudaStream_t stream,
                                  const Arguments& a) {
-  kernel<<<blocks, threads, bytes, stream>>>(a);
+  kernel<<<grid, threads, bytes, stream>>>(a);
   return cudaGetLastError();
 }
 #endif
@@ -294,11 +236,12 @@ inline Decode make_decode(const View& q, const View& k, const View& v, const Vie
   a.out = out.data, a.out_strides = strides_of(out);
   a.seqlens_k = seqlens_k, a.leftpad_k = leftpad_k;
   a.block_table = block_table, a.table_stride = max_pages;
-  a.batch = q.sizes[0], a.q_len = q.sizes[1], a.heads = q.sizes[2], a.kv_heads = k.sizes[2];
-  a.page_size = k.sizes[1], a.pages = k.sizes[0];
-  a.kv_len = block_table ? max_pages * a.page_size : a.page_size;
-  a.group = a.heads / a.kv_heads, a.rows = a.group * a.q_len;
-  a.row_tiles = ceil_div(a.rows, rows_of_a_pair(a.rows, int(q.sizes[3])));
+  a.batch = q.sizes[0], a.q_len = q.sizes[1], a.kv_heads = k.sizes[2];
+  a.pages = k.sizes[0];
+  a.page_size = Divisor(k.sizes[1]);
+  a.kv_len = block_table ? max_pages * k.sizes[1] : k.sizes[1];
+  a.group = Divisor(q.sizes[2] / k.sizes[2]);
+  a.rows = a.q_len * (q.sizes[2] / k.sizes[2]);
   a.window = window, a.chunks = chunks;
   a.scale = scale;
   a.partial = partial, a.slots = slots, a.counters = counters;

@@ -3,20 +3,29 @@
 #include <cuda_runtime.h>
 
 #define DEPENDENT_LAUNCH
+constexpr bool DEPENDENT = true;
 
-__device__ __forceinline__ void wait_for_the_launch_before() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-}
+__device__ __forceinline__ void wait_for_the_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void begin_the_next_launch() { asm volatile("griddepcontrol.launch_dependents;"); }
 
-template <typename Kernel, typename Arguments>
-inline cudaError_t launch_kernel(Kernel kernel, int blocks, int threads, int bytes, cudaStream_t stream,
-                                 const Arguments& a) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+#ifndef NO_PREFETCH
+constexpr bool AHEAD = true;
+#else
+constexpr bool AHEAD = false;
+#endif
+__device__ __forceinline__ void prefetch_L2(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
+
+// Of each `blocks_of_a_cluster` neighbours in x a cluster.
+template <typename Arguments>
+inline cudaError_t launch_kernel(void (*kernel)(Arguments), dim3 grid, int threads, int bytes, cudaStream_t stream,
+                                 const Arguments& a, int blocks_of_a_cluster = 1) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {unsigned(blocks_of_a_cluster), 1, 1};
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks), config.blockDim = dim3(threads), config.dynamicSmemBytes = bytes;
-  config.stream = stream, config.attrs = &attribute, config.numAttrs = 1;
+  config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = bytes;
+  config.stream = stream, config.attrs = attributes, config.numAttrs = blocks_of_a_cluster > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, a);
 }

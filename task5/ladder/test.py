@@ -13,7 +13,14 @@ from task5.ladder.call import ON_CPU
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
-RUNGS = [1, pytest.param(2, marks=pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"))]
+RUNGS = [
+    1,
+    *(
+        pytest.param(n, marks=pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"))
+        for n in (2, 3, 4)
+    ),
+    None,
+]
 LENGTHS = (1, 63, 64, 65, 200, 333, 700) if DEVICE == "cpu" else (1, 64, 65, 333, 700, 2500, 5000)
 CASES = 40 if DEVICE == "cpu" else 200
 PAGE_SIZES = (16, 32, 48, 64, 256)
@@ -31,7 +38,7 @@ class Case:
             r.choice((1, 1, 1, 2, 5, 16)),
         )
         self.head_dim, self.room = r.choice((64, 128, 128, 256)), max(self.q_len, r.choice(LENGTHS))
-        dtype = dtype or r.choice((torch.float16, torch.bfloat16))
+        dtype = dtype or r.choice((torch.float32, torch.float16, torch.bfloat16))
         self.window = r.choice((None, None, 1, 17, 100))
         self.lengths = [r.randint(0, self.room) for _ in range(self.batch)]
         self.leftpad = [r.choice((0, 0, 0, r.randint(0, self.room))) for _ in range(self.batch)]
@@ -162,6 +169,36 @@ def test_nothing_to_do(batch, room):
     assert torch.equal(decode_attention(q, k, v), torch.zeros_like(q))
 
 
+@pytest.mark.parametrize("rung", RUNGS)
+def test_lengths_may_change_just_before(rung):
+    """A launch may begin before the one that changes the lengths is complete."""
+    case = Case(5, torch.float16)
+    case.leftpad, case.room = [0] * case.batch, case.k.shape[1]
+    k, v = (t.nan_to_num(0.5) for t in (case.k, case.v))
+    lengths = torch.zeros(case.batch, dtype=torch.int32, device=DEVICE)
+    want = [
+        decode_attention(case.q, k, v, seqlens_k=torch.full_like(lengths, n), rung=1)
+        for n in range(0, 90, 3)
+    ]
+    got = []
+
+    def steps():
+        lengths.fill_(-3)
+        for _ in want:
+            lengths.add_(3)
+            got.append(decode_attention(case.q, k, v, seqlens_k=lengths, rung=rung))
+
+    steps()
+    if DEVICE == "cuda":
+        got.clear()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            steps()
+        graph.replay()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-3, rtol=0)
+
+
 HALF = torch.float16
 
 
@@ -169,12 +206,12 @@ HALF = torch.float16
     ("change", "message"),
     [
         ({"q": torch.zeros(1, 17, 2, 64, dtype=HALF)}, "q must have from 1 to 16 tokens; got 17"),
-        ({"q": torch.zeros(1, 1, 2, 64)}, "q must be .* float16 or bfloat16; got .* float32"),
+        ({"q": torch.zeros(1, 1, 2, 64, dtype=torch.float64)}, "q must be .* float64"),
         ({"q": torch.zeros(1, 1, 3, 64, dtype=HALF)}, "kv heads must divide the query heads; got 3 and 2"),
         ({n: torch.zeros(1, 1, 2, 96, dtype=HALF) for n in "qkv"}, "head_dim must be 64, 128 or 256; got 96"),
         ({"k": torch.zeros(1, 40, 2, 68, dtype=HALF)[..., 2:-2]}, "k must have a contiguous last dimension, and rows that begin"),
         ({"window": 0}, "window must be at least 1 key, or None; got 0"),
-        ({"rung": 7}, r"rung must be one of \(1, 2\); got 7"),
+        ({"rung": 7}, r"rung must be one of \(1, 2, 3, 4\); got 7"),
         ({"seqlens_k": torch.zeros(2, dtype=torch.int32)}, "seqlens_k must be"),
         ({"block_table": torch.zeros(1, 2, dtype=torch.int32)}, "page_size must be a multiple of 16 up to 256; got 40"),
         ({"block_table": torch.zeros(1, 2), **{n: torch.zeros(3, 32, 2, 64, dtype=HALF) for n in "kv"}}, "block_table must be .* int32"),

@@ -1,0 +1,41 @@
+// The arithmetic that a call takes.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "fp32.cuh"
+#include "tensor_cores.cuh"
+
+template <typename M>
+struct Is {
+  using Math = M;
+};
+
+template <typename T, int D, typename Use>
+static int with_tensor_cores(int rows, Use use) {
+  if (rows <= 8) return use(Is<TensorCores<T, D, 8>>{});
+  if constexpr (D <= 128) {  // at head_dim 256 O_i leaves no registers for 32 rows
+    if (rows > 16) return use(Is<TensorCores<T, D, 32>>{});
+  }
+  return use(Is<TensorCores<T, D, 16>>{});
+}
+
+template <int D, typename Use>
+static int with_fp32(int rows, Use use) {
+  return rows == 1 ? use(Is<Fp32<D, 1>>{}) : rows <= 4 ? use(Is<Fp32<D, 4>>{})
+                                                       : use(Is<Fp32<D, 16>>{});
+}
+
+template <int D, typename Use>
+static int with_head_dim(int dtype, int rows, Use use) {
+  if (dtype == FLOAT16) return with_tensor_cores<__half, D>(rows, use);
+  if (dtype == BFLOAT16) return with_tensor_cores<__nv_bfloat16, D>(rows, use);
+  return with_fp32<D>(rows, use);
+}
+
+// use(Is<Math>{}) for a dtype, a head_dim, and the rows that read a kv head.
+template <typename Use>
+static int with_math(int dtype, int head_dim, int rows, Use use) {
+  if (head_dim == 64) return with_head_dim<64>(dtype, rows, use);
+  if (head_dim == 128) return with_head_dim<128>(dtype, rows, use);
+  return with_head_dim<256>(dtype, rows, use);
+}

@@ -1,0 +1,125 @@
+// The arithmetic of a warp in fp32, on CUDA cores: the memory takes longer than it.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "pipeline.cuh"
+
+template <int HEAD_DIM, int ROWS_>
+struct Fp32 {
+  using T = float;
+  static constexpr int D = HEAD_DIM, ROWS = ROWS_;
+  static constexpr int LANES = D / 32, KEYS = 32 / LANES;    // so many lanes share a key, 32 of its columns each
+  static constexpr int QUADS = D <= 128 ? 1 : D / 128;       // four columns of O_i each, of a lane
+  static constexpr int SIDES = D < 128 ? 128 / D : 1;        // groups of lanes that take turns with the values
+  float S[ROWS], m_i[ROWS], l_i[ROWS];  // S: of key lane / LANES
+  float4 O_i[ROWS][QUADS];
+
+  static DEVICE int offset(int row, int piece) { return row * D + 4 * (piece ^ row * LANES % 8); }
+  static DEVICE int lane() { return threadIdx.x % 32; }
+
+  DEVICE void start() {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      m_i[r] = -INFINITY, l_i[r] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < QUADS; ++i) O_i[r][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  }
+
+  DEVICE void scores(const float* Q_i, const float* K_j) {
+    const int key = lane() / LANES;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) S[r] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int piece = i * LANES + lane() % LANES;
+      const float4 K = *reinterpret_cast<const float4*>(K_j + offset(key, piece));
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const float4 Q = *reinterpret_cast<const float4*>(Q_i + offset(r, piece));
+        S[r] = fmaf(Q.x, K.x, fmaf(Q.y, K.y, fmaf(Q.z, K.z, fmaf(Q.w, K.w, S[r]))));
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int step = 1; step < LANES; step *= 2) S[r] += __shfl_xor_sync(~0u, S[r], step);
+    }
+  }
+
+  DEVICE void mask(const Mask& sees) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      if (!sees(sees.position(r), lane() / LANES)) S[r] = -INFINITY;
+    }
+  }
+
+  // S becomes P = exp2(scale S - m_i). The parts so far are rescaled where m_i grows.
+  DEVICE void softmax(float scale) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      S[r] *= scale;
+      float m = fmaxf(m_i[r], S[r]);
+#pragma unroll
+      for (int step = LANES; step < 32; step *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, step));
+      const float shift = m == -INFINITY ? 0.0f : m, rescale = fast_exp2(m_i[r] - shift);
+      m_i[r] = m;
+      S[r] = fast_exp2(S[r] - shift);
+      l_i[r] = fmaf(l_i[r], rescale, S[r]);
+#pragma unroll
+      for (int i = 0; i < QUADS; ++i) {
+        float4& O = O_i[r][i];
+        O.x *= rescale, O.y *= rescale, O.z *= rescale, O.w *= rescale;
+      }
+    }
+  }
+
+  DEVICE void add_values(const float* V_j) {
+#pragma unroll
+    for (int j = 0; j < KEYS; j += SIDES) {
+      const int key = j + lane() / (32 / SIDES);
+      float4 V[QUADS];
+#pragma unroll
+      for (int i = 0; i < QUADS; ++i)
+        V[i] = *reinterpret_cast<const float4*>(V_j + offset(key, 32 * i + lane() % (32 / SIDES)));
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const float P = __shfl_sync(~0u, S[r], key * LANES);
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) {
+          float4& O = O_i[r][i];
+          O.x = fmaf(P, V[i].x, O.x), O.y = fmaf(P, V[i].y, O.y);
+          O.z = fmaf(P, V[i].z, O.z), O.w = fmaf(P, V[i].w, O.w);
+        }
+      }
+    }
+  }
+
+  // Columns [e_0, e_0 + width) of the first `rows` rows.
+  DEVICE void put(float* O, int e_0, int width, int rows) const {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int i = 0; i < QUADS; ++i) {
+        float4 x = O_i[r][i];
+#pragma unroll
+        for (int step = 32 / SIDES; step < 32; step *= 2) {
+          x.x += __shfl_xor_sync(~0u, x.x, step), x.y += __shfl_xor_sync(~0u, x.y, step);
+          x.z += __shfl_xor_sync(~0u, x.z, step), x.w += __shfl_xor_sync(~0u, x.w, step);
+        }
+        const int e = 4 * (32 * i + lane() % (32 / SIDES));
+        if (r < rows && e >= e_0 && e < e_0 + width && lane() < 32 / SIDES)
+          *reinterpret_cast<float4*>(&O[r * width + e - e_0]) = x;
+      }
+    }
+  }
+  DEVICE void put_ml(float* m, float* l, int rows) const {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      float sum = l_i[r];
+#pragma unroll
+      for (int step = LANES; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+      if (r < rows && lane() == 0) m[r] = m_i[r], l[r] = sum;
+    }
+  }
+};

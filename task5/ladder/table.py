@@ -1,0 +1,107 @@
+"""What was measured, as people read it: RESULTS.md between its markers, and the terminal's tables."""
+
+from collections.abc import Iterable
+
+from common.marked import replace, write_atomically
+from common.record import describe_run, sources_hash
+from common.record.grid import Grid
+from task5.ladder.bars import best_peer
+from task5.ladder.benchmark import CURVES, INVARIANT, OURS, PAGES, SHAPES, paged
+from task5.ladder.peers import LABELS
+from task5.ladder.record import Record, Run, Tables, Times
+from task5.ladder.rungs import FOLDER, RUNGS
+
+PICTURE = "decode.png"
+STALE = "The kernels have changed since."
+NOT_YET = ["Not measured yet: `python -m task5.ladder` on a GPU.", ""]
+NO_STEPS = ["Not measured yet: `python -m task5.ladder --steps 10000` on a GPU.", ""]
+TIMED = (*SHAPES, *(s for shapes in CURVES.values() for s in shapes if s not in SHAPES))
+
+
+def rendered(record: Record) -> str:
+    """The text of RESULTS.md.
+
+    Raises:
+        MarkerError: a marker is missing.
+    """
+    parts = {"times": _times(record.times) if record.times else NOT_YET}
+    parts["bars"] = _tables(record.bars) if record.bars else NOT_YET
+    parts["steps"] = _tables(record.steps) if record.steps else NO_STEPS
+    text = (FOLDER / "RESULTS.md").read_text("utf-8")
+    return replace(text, "ladder", parts, file="task5/ladder/RESULTS.md")
+
+
+def write(record: Record) -> None:
+    """Fill in RESULTS.md."""
+    write_atomically(FOLDER / "RESULTS.md", rendered(record))
+
+
+def grids(times: Times) -> list[Grid]:
+    """The tables of a run's times."""
+    labels = [x for x in LABELS if any(times.find(shape, x) for shape in TIMED)]
+    columns = ["", "floor", OURS, "10 to 90 %", "GB/s", "of a pure read", *labels, "x best"]
+    beside = Grid("Microseconds per call, beside the libraries", columns)
+    for shape in TIMED:
+        if timing := times.find(shape, OURS):
+            own, peer = 1e3 * timing.median_ms, best_peer(times, shape)
+            spread = f"{_us(1e3 * timing.p10_ms)} to {_us(1e3 * timing.p90_ms)}"
+            rate = f"{shape.bytes / own / 1e3:,.0f}", f"{times.floor(shape) / own:.0%}"
+            others = (_us(times.microseconds(shape, label)) for label in labels)
+            ratio = f"{times.microseconds(shape, peer) / own:.2f}" if peer else "-"
+            floor = _us(times.floor(shape))
+            beside.rows.append([shape.key, floor, _us(own), spread, *rate, *others, ratio])
+    sides = [OURS, *(rung.label for rung in RUNGS), INVARIANT, *map(paged, PAGES)]
+    variants = Grid("Microseconds per call, all rungs and variants", ["", *sides])
+    for shape in SHAPES:
+        texts = [_us(times.microseconds(shape, side)) for side in sides]
+        if set(texts) != {"-"}:
+            variants.rows.append([shape.key, *texts])
+    return [beside, variants]
+
+
+def _us(microseconds: float | None) -> str:
+    if microseconds is None:
+        return "-"
+    return f"{microseconds:.2f}" if microseconds < 100 else f"{microseconds:,.0f}"
+
+
+def reasons(times: Times) -> list[str]:
+    """Why sides are missing, and for how many shapes."""
+    shapes: dict[tuple[str, str], list[str]] = {}
+    for key, found in times.shapes.items():
+        for item in found.left_out.items():
+            shapes.setdefault(item, []).append(key)
+    return [
+        f"{side}, {keys[0] if len(keys) == 1 else f'{len(keys)} shapes'}: {reason}"
+        for (side, reason), keys in sorted(shapes.items())
+    ]
+
+
+def bandwidth(times: Times) -> str:
+    """What the floor follows from."""
+    return f"A pure read in the same run: {times.read_gb_per_s:,.0f} GB/s."
+
+
+def _times(times: Times) -> list[str]:
+    lines = [bandwidth(times), "", *_joined(grids(times))]
+    lines += [f"- {reason}" for reason in reasons(times)] + [""] * bool(reasons(times))
+    if (FOLDER / PICTURE).exists():
+        lines += [f"![Microseconds over the number of keys]({PICTURE})", ""]
+    rungs = [f"- [{rung.label}]({rung.file}): {rung.title}" for rung in RUNGS]
+    return [*lines, *rungs, "", *_run(times.run)]
+
+
+def _tables(tables: Tables) -> list[str]:
+    return _joined(tables.grids) + _run(tables.run)
+
+
+def _joined(grids: Iterable[Grid]) -> list[str]:
+    return [line for grid in grids if grid.rows for line in grid.markdown()]
+
+
+def _run(run: Run) -> list[str]:
+    """Which run figures are from."""
+    peers = ", ".join(f"{name}: {version}" for name, version in run["peers"].items())
+    lines = [f"Run of {describe_run(run)}", "", peers, ""]
+    sources = run["sources"]
+    return lines + ([STALE, ""] if sources_hash(sources["patterns"]) != sources["sha256"] else [])
