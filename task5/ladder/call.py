@@ -22,6 +22,9 @@ INVARIANT_KEYS = (
 )
 ON_CPU = 6  # blocks where there is no GPU: enough to share a pair
 LONG = 32  # tiles of a block that make up for a second block on its SM
+LONGEST = (
+    64  # tiles of a block alone on its SM: more, and equal shares of two blocks an SM are faster
+)
 _KERNELS = {
     1: Kernels(__file__, "01_shared_work.cu"),
     2: Kernels(__file__, "02_dependent_launch.cu"),
@@ -178,15 +181,20 @@ def _plan(
     call: _Call, batch: int, kv_heads: int, kv_len: int, batch_invariant: bool, rung: int | None
 ) -> _Plan:
     """The rung, and how many blocks share the work: from shapes alone, never from lengths."""
-    clusters = _is_hopper(call.device) and call.head_dim < 256  # two blocks of 256 do not fit an SM
-    clusters = clusters and rung in (None, *CLUSTERS)
+    # By itself a call of head_dim 256 takes equal shares: of its clusters' blocks, no two fit on an SM.
+    clusters = rung in CLUSTERS or (
+        rung is None and _is_hopper(call.device) and call.head_dim < 256
+    )
     # A sequence's result may not depend on the batch, nor on how much room there is.
     fixed = (1, INVARIANT_KEYS) if batch_invariant else (batch, kv_len)
-    if rung in CLUSTERS or clusters:
+    if clusters:
         of_a_cluster = _of_a_cluster(call, rung or 3, kv_heads, *fixed)
-        if rung is None:
-            rung = 3 if of_a_cluster >= 4 or batch_invariant else 4
-        return _Plan(rung, of_a_cluster * batch * _pairs(call, rung, kv_heads))
+        number = rung or (3 if of_a_cluster >= 4 or batch_invariant else 4)
+        blocks = of_a_cluster * batch * _pairs(call, number, kv_heads)
+        tiles = -(-kv_len // call.query(number, "keys_of_a_tile")) // of_a_cluster
+        alone = blocks <= torch.cuda.get_device_properties(call.device).multi_processor_count
+        if rung or batch_invariant or not (alone and tiles >= LONGEST):
+            return _Plan(number, blocks)
     rung = rung or (2 if _is_hopper(call.device) else 1)
     tall = call.query(rung, "rows_of_a_pair")
     pairs, room = _pairs(call, rung, kv_heads), _blocks(call, rung)

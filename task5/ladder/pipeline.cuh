@@ -38,23 +38,39 @@ struct Loader {
   static constexpr int GROUPS = (Math::KEYS + 15) / 16;  // 16 keys are never on two pages
   static constexpr int ROWS = Math::KEYS / GROUPS;
   Walk walk;
+  int page[GROUPS];  // of each group of the tile
   bool loading;
   unsigned exists;  // bits GROUPS * i and on: which groups of keys of stage i have a page
+
+  DEVICE int key_of(const Decode& a, int group) const {
+    return ((walk.s.first + walk.tile) << a.tile_bits) + threadIdx.x / 32 * Math::KEYS + group * ROWS;
+  }
+  // The pages of the tile's keys. They are on their way until load() needs them.
+  DEVICE void find_pages(const Decode& a) {
+#pragma unroll
+    for (int n = 0; n < GROUPS; ++n) {
+      const int key = key_of(a, n);
+      page[n] = walk.b;
+      if (a.block_table) {
+        const int* table = a.block_table + walk.b * a.table_stride;
+        page[n] = key < walk.s.len ? __ldcg(&table[a.page_size.quotient(key)]) : -1;
+      }
+    }
+  }
 
   // Starts copying the next tile, if there is one, to stage `stage`; zeros for what no row sees. Keys and values are a
   // group of copies each, in any case.
   DEVICE void load(const Decode& a, T (*stages)[2][WARPS][Math::KEYS][Math::D], int stage) {
     constexpr unsigned ALL = (1u << GROUPS) - 1;
     const int warp = threadIdx.x / 32;
-    const int key_0 = ((walk.s.first + walk.tile) << a.tile_bits) + warp * Math::KEYS;
     const T *k[GROUPS], *v[GROUPS];
     int seen_from[GROUPS], seen_to[GROUPS];  // rows
     if (loading) {
       exists &= ~(ALL << GROUPS * stage);
 #pragma unroll
       for (int n = 0; n < GROUPS; ++n) {
-        const int key = key_0 + n * ROWS;
-        const bool inside = find(a, key, k[n], v[n]);
+        const int key = key_of(a, n);
+        const bool inside = find(a, key, page[n], k[n], v[n]);
         exists |= unsigned(inside) << (GROUPS * stage + n);
         seen_from[n] = walk.s.begin - key, seen_to[n] = inside ? walk.s.len - key : 0;
         copy(stages[stage][0][warp][n * ROWS], k[n], a.k_strides.row, seen_from[n], seen_to[n]);
@@ -66,7 +82,7 @@ struct Loader {
       for (int n = 0; n < GROUPS; ++n)
         copy(stages[stage][1][warp][n * ROWS], v[n], a.v_strides.row, seen_from[n], seen_to[n]);
       loading = next(a);
-      if (!loading) begin_the_next_launch();
+      loading ? find_pages(a) : begin_the_next_launch();
     }
     cp_async_commit();
   }
@@ -74,15 +90,13 @@ struct Loader {
   // Has L2 fetch the next tile.
   DEVICE void prefetch(const Decode& a) const {
     constexpr int LINE = 128, LINES = Math::D * sizeof(T) / LINE;  // of a row
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int key_0 = ((walk.s.first + walk.tile) << a.tile_bits) + warp * Math::KEYS;
 #pragma unroll
     for (int n = 0; n < GROUPS; ++n) {
       const T *k, *v;
-      const int key = key_0 + n * ROWS;
-      if (!find(a, key, k, v)) continue;
+      const int key = key_of(a, n);
+      if (!find(a, key, page[n], k, v)) continue;
 #pragma unroll
-      for (int i = lane; i < ROWS * LINES; i += 32) {
+      for (int i = threadIdx.x % 32; i < ROWS * LINES; i += 32) {
         const int row = i / LINES, byte = i % LINES * LINE;
         if (key + row < walk.s.begin || key + row >= walk.s.len) continue;
         prefetch_L2(reinterpret_cast<const char*>(k + row * a.k_strides.row) + byte);
@@ -93,18 +107,11 @@ struct Loader {
 
  private:
   // Where 16 keys (or fewer) and their values are; whether their page is inside of the pool.
-  DEVICE bool find(const Decode& a, int key, const T*& k, const T*& v) const {
-    int page = walk.b, row = key;
-    bool inside = true;
-    if (a.block_table) {
-      const int number = a.page_size.quotient(key);
-      page = key < walk.s.len ? __ldcg(&a.block_table[walk.b * a.table_stride + number]) : -1;
-      row = key - number * int(a.page_size.d);
-      inside = unsigned(page) < unsigned(a.pages);
-    }
+  DEVICE bool find(const Decode& a, int key, int page, const T*& k, const T*& v) const {
+    const int row = a.block_table ? a.page_size.remainder(key) : key;
     k = static_cast<const T*>(a.k) + page * a.k_strides.batch + walk.kv_head * a.k_strides.head + row * a.k_strides.row;
     v = static_cast<const T*>(a.v) + page * a.v_strides.batch + walk.kv_head * a.v_strides.head + row * a.v_strides.row;
-    return inside;
+    return !a.block_table || unsigned(page) < unsigned(a.pages);
   }
   // Where nothing is copied the address is not read.
   static DEVICE void copy(T* to, const T* from, int64_t stride, int seen_from, int seen_to) {
@@ -214,11 +221,15 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(Decode a) {
     if (again) {
       cp_async_wait<0>();
     } else {
-      if (AHEAD && share.any()) loader.prefetch(a);  // what was read may be old, but L2 is never wrong
+      if (AHEAD && share.any()) {  // what was read may be old, but L2 is never wrong
+        loader.find_pages(a);
+        loader.prefetch(a);
+      }
       wait_for_the_launch_before();
     }
     queries.load();
     share.read_again(a, loader.walk);
+    loader.find_pages(a);
     walk = loader.walk;
     loader.loading = share.any(), loader.exists = 0;
 #pragma unroll 1
@@ -230,6 +241,7 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(Decode a) {
   __syncthreads();  // Q complete
 
   Math math;
+  math.load_queries(mem.Q[0]);
   const float scale = a.scale * LOG2_E;
   int stage = 0;
 #pragma unroll 1
@@ -241,15 +253,14 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(Decode a) {
     math.start();
 #pragma unroll 1
     for (; walk.tile < end; ++walk.tile) {
-      __syncwarp();  // the stage that is loaded now has been read
-      loader.load(a, mem.KV, stage == 0 ? STAGES - 1 : stage - 1);
-      cp_async_wait<2 * STAGES - 1>();
-      __syncwarp();  // K_j complete
+      cp_async_wait<2 * STAGES - 3>();
+      __syncwarp();  // K_j complete, and the stage that is loaded now has been read
       const int key_0 = ((walk.s.first + walk.tile) << a.tile_bits) + warp * KEYS;
       const unsigned all = (1u << GROUPS) - 1, exists = loader.exists >> GROUPS * stage & all;
       const bool all_seen = exists == all && key_0 + KEYS <= walk.s.len - a.q_len + 1 &&
                             key_0 >= walk.s.begin + (a.window ? a.q_len - 1 : 0);
       math.scores(mem.Q[0], mem.KV[stage][0][warp][0]);
+      loader.load(a, mem.KV, stage == 0 ? STAGES - 1 : stage - 1);  // while the products are computed
       if (!all_seen)
         math.mask({key_0, walk.s.begin, walk.s.len, a.q_len, a.window, walk.row_0 * ROWS, a.group, exists});
       math.softmax(scale);
@@ -300,6 +311,7 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(Decode a) {
       if (segment_ends) queries.store(mem.Q[0]);
       walk = next;
       __syncthreads();  // the parts consumed, the next Q complete
+      if (segment_ends) math.load_queries(mem.Q[0]);
     }
   }
 }

@@ -14,6 +14,8 @@ struct TensorCores {
   // What a lane has of a product: of row lane / 4 of each half, two columns.
   float S[M][N][2][2 * H], O_i[M][D / 8][2 * H], m_i[M][H], l_i[M][H];
   uint32_t P[M][N][2][H];
+  static constexpr bool KEEPS_Q = M * H * D <= 256 && D <= 128;  // in registers, up to 32
+  uint32_t Q[KEEPS_Q ? D / 16 : 1][M][2][H];
 
   // Where a row's 16 bytes (8 elements) number `piece` are in shared memory.
   static DEVICE int offset(int row, int piece) { return row * D + 8 * (piece ^ row % 8); }
@@ -31,28 +33,47 @@ struct TensorCores {
     }
   }
 
+  DEVICE void load_queries(const T* Q_i) {
+    if constexpr (KEEPS_Q) {
+#pragma unroll
+      for (int e = 0; e < D / 16; ++e)
+#pragma unroll
+        for (int r = 0; r < M; ++r) load_rows(Q[e][r], Q_i, r, e);
+    }
+  }
+
   DEVICE void scores(const T* Q_i, const T* K_j) {
     const int b_lane = offset(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2);
-    const int a_lane = H == 2 ? offset(lane() % 16, lane() / 16) : offset(lane() % 8, lane() / 8 % 2);
+    float other[M][N][2][2 * H];  // S is the sum of two: products that wait for each other take longest
 #pragma unroll
     for (int r = 0; r < M; ++r)
 #pragma unroll
       for (int n = 0; n < 2 * N; ++n)
 #pragma unroll
-        for (int i = 0; i < 2 * H; ++i) S[r][n / 2][n % 2][i] = 0.0f;
+        for (int i = 0; i < 2 * H; ++i) S[r][n / 2][n % 2][i] = other[r][n / 2][n % 2][i] = 0.0f;
 #pragma unroll
     for (int e = 0; e < D / 16; ++e) {
-      uint32_t Q[M][2][H];
+      if constexpr (!KEEPS_Q) {
 #pragma unroll
-      for (int r = 0; r < M; ++r) load_rows(Q[r], Q_i + 16 * r * D + (a_lane ^ 16 * e));
+        for (int r = 0; r < M; ++r) load_rows(Q[0][r], Q_i, r, e);
+      }
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         uint32_t K[4];
         ldmatrix_x4(K, K_j + 16 * n * D + (b_lane ^ 16 * e));
 #pragma unroll
-        for (int r = 0; r < M; ++r) mma(S[r][n][0], S[r][n][1], Q[r], K);
+        for (int r = 0; r < M; ++r) {
+          auto& to = e % 2 ? other[r][n] : S[r][n];
+          mma(to[0], to[1], Q[KEEPS_Q ? e : 0][r], K);
+        }
       }
     }
+#pragma unroll
+    for (int r = 0; r < M; ++r)
+#pragma unroll
+      for (int n = 0; n < 2 * N; ++n)
+#pragma unroll
+        for (int i = 0; i < 2 * H; ++i) S[r][n / 2][n % 2][i] += other[r][n / 2][n % 2][i];
   }
 
   DEVICE void mask(const Mask& sees) {
@@ -161,14 +182,16 @@ struct TensorCores {
     } u = {{from_float<T>(low), from_float<T>(high)}};
     return u.bits;
   }
-  static DEVICE void load_rows(uint32_t (&rows)[2][H], const T* from) {
+  // Of rows 16 r and on, columns 16 e to 16 e + 15.
+  static DEVICE void load_rows(uint32_t (&rows)[2][H], const T* Q_i, int r, int e) {
+    const T* from = Q_i + 16 * r * D;
     if constexpr (H == 2) {
       uint32_t x[4];
-      ldmatrix_x4(x, from);
+      ldmatrix_x4(x, from + (offset(lane() % 16, lane() / 16) ^ 16 * e));
       rows[0][0] = x[0], rows[0][1] = x[1], rows[1][0] = x[2], rows[1][1] = x[3];
     } else {
       uint32_t x[2];
-      ldmatrix_x2(x, from);
+      ldmatrix_x2(x, from + (offset(lane() % 8, lane() / 8 % 2) ^ 16 * e));
       rows[0][0] = x[0], rows[1][0] = x[1];
     }
   }
