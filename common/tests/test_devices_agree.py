@@ -1,6 +1,8 @@
 """Each kernel on the same inputs, by the CPU layer and by the GPU, in one run."""
 
+import re
 from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -13,6 +15,9 @@ from task2 import attention as task2
 from task4.attention import TILES, flash_attention, tile_fits
 from task4.ladder import RUNGS, ladder_attention
 from task5.attention import flash_attention_decode, update_kv_cache
+from task5.ladder import append_rope, decode_attention
+from task5.ladder.call import RUNGS as DECODE_RUNGS
+from task6.rope import RoPE, apply_rotary_emb
 
 SEED = new_seed()
 
@@ -58,6 +63,39 @@ def _decode(rng, device, num_splits, dtype=torch.float32):
     return got, attention_float64(q, k, v), attention_pytorch(q, k, v)
 
 
+def _decode_rung(rng, device, rung, dtype, d, heads):
+    """Pages in another order, two kv heads, two new tokens of each sequence."""
+    q, k, v = (rng.randn(2, n, h, d, dtype=dtype) for n, h in ((2, heads), (160, 2), (160, 2)))
+    pages = torch.tensor([[3, 9, 0, 5, 7], [1, 8, 2, 6, 4]], dtype=torch.int32)
+    pools = [torch.empty(10, 32, 2, d, dtype=dtype) for _ in "kv"]
+    for pool, t in zip(pools, (k, v), strict=True):
+        pool[pages.flatten().long()] = t.view(10, 32, 2, d)
+    got = decode_attention(
+        *(t.to(device) for t in (q, *pools)), block_table=pages.to(device), rung=rung
+    )
+    k, v = (t.repeat_interleave(heads // 2, 2) for t in (k, v))
+    return got, attention_float64(q, k, v, causal=True), attention_pytorch(q, k, v, causal=True)
+
+
+def _append(rng, device, dependent):
+    q, k, v = (rng.randn(2, 1, h, 64) for h in (4, 2, 2))
+    caches = [rng.randn(2, 20, 2, 64) for _ in "kv"]
+    lengths, rope = torch.tensor([20, 7], dtype=torch.int32), RoPE(64, max_seq_len=20)
+    q_there, *caches_there = (t.to(device, copy=True) for t in (q, *caches))
+    append_rope(
+        q_there, k.to(device), v.to(device), *caches_there, seqlens_k=lengths.to(device),
+        cos=rope.cos.to(device), sin=rope.sin.to(device), dependent=dependent,
+    )  # fmt: skip
+    for b, n in enumerate(lengths.tolist()):
+        cos, sin = (t[n - 1 : n] for t in (rope.cos, rope.sin))
+        q[b], caches[0][b, n - 1 : n] = (apply_rotary_emb(t[b, None], cos, sin)[0] for t in (q, k))
+        caches[1][b, n - 1] = v[b, 0]
+    got, truth = (
+        torch.cat([t.flatten() for t in ts]) for ts in ((q_there, *caches_there), (q, *caches))
+    )
+    return got, truth.double(), truth
+
+
 # initcheck does not see what TMA stores, and would report these rungs' outputs as uninitialised. So here they begin as NaN
 # copied from the host, which it does see, and what a rung does not write is found by the comparison.
 BY_TMA = [r for r in RUNGS if "persistent.cuh" in r.source.read_text()]  # whose epilogue stores so
@@ -75,6 +113,13 @@ def _rung(rng, device, rung):
     as_precise = (t if rung.exact_in(t.dtype) else t.half() for t in (q, k, v))
     pytorch = attention_pytorch(*as_precise, causal=True).to(q.dtype)
     return got, attention_float64(q, k, v, causal=True), pytorch
+
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+DECODE_CASES = (
+    (torch.float32, 64, 2), (torch.float32, 128, 8), (torch.float32, 256, 20), (torch.float16, 64, 2),
+    (torch.bfloat16, 128, 8), (torch.bfloat16, 128, 40), (torch.float16, 256, 20),
+)  # fmt: skip
 
 
 def _runs_here(rung):
@@ -118,10 +163,24 @@ KERNELS = {
     "task5 decode": lambda rng, device: _decode(rng, device, 1),
     "task5 decode, 3 splits": lambda rng, device: _decode(rng, device, 3),
     "task5 decode, bfloat16": lambda rng, device: _decode(rng, device, 1, torch.bfloat16),
+    **{
+        f"decode rung {rung}, {str(dtype)[6:]}, head_dim {d}, {heads} heads": partial(
+            _decode_rung, rung=rung, dtype=dtype, d=d, heads=heads
+        )
+        for rung in DECODE_RUNGS
+        if rung == 1 or HOPPER
+        for dtype, d, heads in DECODE_CASES
+    },
+    **{
+        f"append{', dependent' * dependent}": partial(_append, dependent=dependent)
+        for dependent in (False, True)
+        if HOPPER or not dependent
+    },
 }
 
 
 GPU_ONLY = {f"ladder rung {rung.number}" for rung in RUNGS if not rung.runs_on_cpu}
+GPU_ONLY |= {name for name in KERNELS if re.match(r"decode rung [2-9]|append, dep", name)}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -2,13 +2,14 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from common.check import assert_close
 from common.check.rng import new_seed
-from task5.ladder import decode_attention
+from task5.ladder import call, decode_attention
 from task5.ladder.call import ON_CPU
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -232,6 +233,54 @@ def test_rung_2_is_for_hopper():
     q = torch.zeros(1, 1, 2, 64, dtype=HALF)
     with pytest.raises(ValueError, match="rung 2 runs on a Hopper GPU alone"):
         decode_attention(q, q, q, rung=2)
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """What a plan asks of a GPU, answered as by an H200."""
+    gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=228 * 1024)
+    room = {1: 396, 2: 198, 4: 92, 8: 45, 16: 21}
+
+    def query(self, rung, name, blocks=None, tiles=None):
+        answers = {"rows_of_a_pair": 8 if self.rows <= 8 else 32, "keys_of_a_tile": 64}
+        answers |= {"shared_memory_bytes": 80 * 1024, "clusters_at_once": room.get(blocks)}
+        return answers[name]
+
+    monkeypatch.setattr(call, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(call._Call, "query", query)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    call._plan.cache_clear()
+    yield lambda rows=4, head_dim=128: call._Call(torch.device("cuda", 0), 0, head_dim, rows)
+    call._plan.cache_clear()
+
+
+def test_the_parts_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
+    for kv_heads in (1, 2, 8, 32, 100):
+        plans = {
+            (plan.rung, plan.blocks / batch)
+            for batch in (1, 3, 64)
+            for kv_len in (1, 100, 5000, 200_000)
+            for plan in [call._plan(h200(), batch, kv_heads, kv_len, True, None)]
+        }
+        assert len(plans) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "kv_len", "rung", "blocks"),
+    [
+        (1, 8, 1024, 3, 8 * 8),  # two tiles each
+        (1, 8, 8192, 3, 8 * 16),
+        (1, 8, 131072, 2, 264),  # one block an SM is too slow
+        (8, 8, 2048, 4, 64 * 2),
+        (16, 8, 8192, 4, 128 * 2),  # two blocks an SM
+        (16, 32, 1024, 4, 512),  # more pairs than fit
+        (1, 1, 64, 4, 1),
+    ],
+)
+def test_the_rung_that_is_chosen(h200, batch, kv_heads, kv_len, rung, blocks):
+    plan = call._plan(h200(), batch, kv_heads, kv_len, False, None)
+    assert (plan.rung, plan.blocks) == (rung, blocks)
+    assert call._plan(h200(head_dim=256), batch, kv_heads, kv_len, False, None).rung == 2
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
