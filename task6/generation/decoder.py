@@ -1,0 +1,163 @@
+"""Generation, a token after the other: the prompt at once, then one CUDA graph for each step."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from common.inputs import expect
+from task4.prefill import fast_attention
+from task5.ladder import append_rope, decode_attention
+from task6.generation.elementwise import add_rms_norm, swiglu
+from task6.generation.weights import Layer, Weights, expect_room
+from task6.rope import RoPE
+
+
+class Decoder:
+    """Greedy decoding of a batch with buffers that stay where they are, so that a step is one CUDA graph.
+
+    Args:
+        weights: of the model.
+        batch: sequences.
+        max_seq_len: positions of each, prompt and new tokens together.
+
+    Attributes:
+        tokens: int64 ``(batch, 1)``, the newest token of each sequence.
+        lengths: int32 ``(batch,)``, how many positions of the cache are filled.
+        logits: ``(batch, vocab)``, from which the newest tokens were taken.
+        k_cache, v_cache: ``(layers, batch, max_seq_len, kv_heads, head_dim)``.
+
+    Raises:
+        ValueError: sizes that are not positive.
+        NotEnoughMemory: the cache does not fit on the device; nothing was allocated.
+    """
+
+    def __init__(self, weights: Weights, batch: int, max_seq_len: int) -> None:
+        if batch < 1 or max_seq_len < 2:
+            raise ValueError(
+                f"batch must be at least 1 and max_seq_len 2; got {batch} and {max_seq_len}"
+            )
+        c, w = weights.config, weights.embedding
+        expect_room("the keys and values", c.cache(batch, max_seq_len), w.dtype, w.device)
+        self.weights, self.config, self.batch, self.max_seq_len = weights, c, batch, max_seq_len
+        place = dict(device=w.device, dtype=w.dtype)
+        shape = (c.layers, batch, max_seq_len, c.kv_heads, c.head_dim)
+        self.k_cache, self.v_cache = torch.empty(shape, **place), torch.empty(shape, **place)
+        rope = RoPE(c.head_dim, max_seq_len, c.rope_base, device=w.device, dtype=torch.float32)
+        self.cos, self.sin = rope.cos, rope.sin
+        self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=w.device)
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=w.device)
+        self.logits = torch.empty(batch, c.vocab, **place)
+        self.filled = 0  # the largest of lengths, known to the host
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def prefill(self, prompt: Tensor) -> Tensor:
+        """Begin anew with a prompt; the first new token of each sequence, int64 ``(batch, 1)``.
+
+        Args:
+            prompt: token ids ``(batch, seq)``, int64, of the same length for all sequences.
+
+        Raises:
+            ValueError: another shape, ids that are not in the vocabulary, or no position left for a new token.
+        """
+        expect("prompt", prompt, shape=(self.batch, "seq"), dtype=torch.int64, device=self.tokens.device)  # fmt: skip
+        seq = prompt.shape[1]
+        if not 1 <= seq < self.max_seq_len:
+            raise ValueError(
+                f"a prompt must have from 1 to {self.max_seq_len - 1} tokens; got {seq}"
+            )
+        low, high = (int(n) for n in prompt.aminmax())
+        if low < 0 or high >= self.config.vocab:
+            raise ValueError(
+                f"token ids must be from 0 to {self.config.vocab - 1}; got {low} to {high}"
+            )
+        self.lengths.fill_(seq)
+        self.filled = seq
+        self._forward(prompt)
+        return self.tokens.clone()
+
+    def step(self) -> Tensor:
+        """Append the newest token and compute the next one: ``self.tokens``, which the next step overwrites.
+
+        On a GPU the first step is captured as a CUDA graph, and later ones replay it.
+
+        Raises:
+            ValueError: no prompt yet, or no position left.
+        """
+        if not 1 <= self.filled < self.max_seq_len:
+            raise ValueError(
+                f"a step needs a prompt and a position that is left; {self.filled} of {self.max_seq_len} are filled"
+            )
+        if self.tokens.is_cuda and self._graph is None:
+            self._capture()
+        if self._graph is None:
+            self._step()
+        else:
+            self._graph.replay()
+        self.filled += 1
+        return self.tokens
+
+    def generate(self, prompt: Tensor, max_new_tokens: int) -> Tensor:
+        """Greedy decoding: the new ids, int64 ``(batch, max_new_tokens)``.
+
+        Raises:
+            ValueError: as :meth:`prefill`; or more new tokens than there are positions left.
+        """
+        room = self.max_seq_len - prompt.shape[-1] + 1
+        if not 1 <= max_new_tokens <= room:
+            raise ValueError(f"max_new_tokens must be from 1 to {room}; got {max_new_tokens}")
+        new = torch.empty(self.batch, max_new_tokens, dtype=torch.int64, device=self.tokens.device)
+        new[:, :1] = self.prefill(prompt)
+        for i in range(1, max_new_tokens):
+            new[:, i : i + 1] = self.step()
+        return new
+
+    def _step(self) -> None:
+        self.lengths += 1
+        self._forward(self.tokens)
+
+    def _capture(self) -> None:
+        kept = self.tokens.clone(), self.lengths.clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._step()  # whatever is allocated or compiled by a first call; its key is written again
+        torch.cuda.current_stream().wait_stream(stream)
+        self.tokens.copy_(kept[0])
+        self.lengths.copy_(kept[1])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        self._graph = graph
+
+    def _forward(self, tokens: Tensor) -> None:
+        """Logits and the next token of each sequence, after these ``(batch, seq)``; lengths include them."""
+        w, seq = self.weights, tokens.shape[1]
+        x = F.embedding(tokens, w.embedding).flatten(0, 1)  # (batch * seq, hidden)
+        normed, delta = torch.empty_like(x), None
+        for i, layer in enumerate(w.layers):
+            add_rms_norm(x, delta, layer.attention_norm, normed, w.config.eps)
+            delta = self._attention(i, layer, normed, seq)
+            add_rms_norm(x, delta, layer.mlp_norm, normed, w.config.eps)
+            delta = self._mlp(layer, normed)
+        last = slice(seq - 1, None, seq)  # only the last position's logits are needed
+        x, delta, normed = x[last], delta[last], normed[: self.batch]
+        add_rms_norm(x, delta, w.norm, normed, w.config.eps)
+        torch.mm(normed, w.lm_head.T, out=self.logits)
+        torch.argmax(self.logits, dim=-1, keepdim=True, out=self.tokens)
+
+    def _attention(self, i: int, layer: Layer, x: Tensor, seq: int) -> Tensor:
+        c, k_cache, v_cache = self.config, self.k_cache[i], self.v_cache[i]
+        qkv = (x @ layer.qkv.T).view(self.batch, seq, -1, c.head_dim)
+        q, k, v = qkv.split((c.heads, c.kv_heads, c.kv_heads), dim=2)
+        append_rope(q, k, v, k_cache, v_cache, seqlens_k=self.lengths, cos=self.cos, sin=self.sin)
+        if seq == 1:
+            o = decode_attention(q, k_cache, v_cache, seqlens_k=self.lengths)
+        else:
+            o = fast_attention(q, k_cache[:, :seq], v_cache[:, :seq], causal=True)
+        return o.view(self.batch * seq, -1) @ layer.o.T
+
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        both = x @ layer.gate_up.T
+        inner = torch.empty(x.shape[0], both.shape[1] // 2, dtype=x.dtype, device=x.device)
+        swiglu(both, inner)
+        return inner @ layer.down.T

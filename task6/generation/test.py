@@ -1,0 +1,157 @@
+"""The decoder against plain models: task 6's own, and transformers' Llama."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from common.memory import NotEnoughMemory
+from task6.generation import CONFIGS, Config, Decoder, Weights, find_config
+from task6.generation.elementwise import add_rms_norm, swiglu
+from task6.model import count_weights, customModel, generate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = Config(2, 256, 4, 2, 64, 320, 97, tied=True, rope_base=500.0, eps=1e-5)
+
+
+def plain(**sizes):
+    torch.manual_seed(sizes.pop("seed", 0))
+    return customModel(128, 2, 3, 61, 40, device=DEVICE, **sizes)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_tokens_equal_the_plain_models(batch):
+    model = plain()
+    prompt = torch.randint(61, (batch, 7), device=DEVICE)
+    want = generate(model, prompt, 20)
+    decoder = Decoder(Weights.of(model), batch, 40)
+    assert torch.equal(decoder.generate(prompt, 20), want)
+    assert torch.equal(decoder.generate(prompt, 20), want), "the second text of the same decoder"
+    assert torch.equal(generate(model, prompt, 20), want), "the plain model shares the weights"
+
+
+def test_weights_are_held_once():
+    model = plain()
+    weights = Weights.of(model)
+    assert weights.layers[0].gate_up.data_ptr() == model.layers[0].mlp.gate.weight.data_ptr()
+    assert weights.config.weights == count_weights(128, 3, 61)
+
+
+def llama(config):
+    """transformers' Llama with the same weights."""
+    torch.manual_seed(1)
+    weights = Weights.random(config, device=DEVICE)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab, hidden_size=config.hidden, intermediate_size=config.inner,
+            num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
+            head_dim=config.head_dim, rms_norm_eps=config.eps, rope_theta=config.rope_base,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_base},
+            tie_word_embeddings=config.tied, max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
+        )
+    ).to(DEVICE).eval()  # fmt: skip
+    state = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
+    kv = config.kv_heads * config.head_dim
+    for i, layer in enumerate(weights.layers):
+        q, k, v = layer.qkv.split((config.heads * config.head_dim, kv, kv))
+        gate, up = layer.gate_up.chunk(2)
+        names = {
+            "input_layernorm": layer.attention_norm, "self_attn.q_proj": q, "self_attn.k_proj": k,
+            "self_attn.v_proj": v, "self_attn.o_proj": layer.o, "post_attention_layernorm": layer.mlp_norm,
+            "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": layer.down,
+        }  # fmt: skip
+        state |= {f"model.layers.{i}.{name}.weight": t for name, t in names.items()}
+    state["lm_head.weight"] = weights.lm_head
+    model.load_state_dict(state)
+    return weights, model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_grouped_heads_equal_transformers_llama(tied):
+    config = Config(**{**SMALL.__dict__, "tied": tied})
+    weights, model = llama(config)
+    prompt = torch.randint(config.vocab, (2, 9), device=DEVICE)
+    decoder = Decoder(weights, 2, 64)
+    got = decoder.generate(prompt, 30)
+    want = model.generate(prompt, max_new_tokens=30, do_sample=False, pad_token_id=0)[:, 9:]
+    assert torch.equal(got, want)
+    with torch.no_grad():
+        logits = model(torch.cat((prompt, want[:, :-1]), 1)).logits[:, -1]
+    torch.testing.assert_close(decoder.logits, logits, atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16_loses_no_more_than_the_plain_model():
+    usual = ours = 0.0  # one model's error is one draw: twenty of them
+    for seed in range(20):
+        exact, rounded = plain(seed=seed), plain(seed=seed).to(torch.bfloat16)
+        prompt = torch.randint(61, (4, 12), device=DEVICE)
+        truth = exact(prompt)[0][:, -1]
+        usual += (rounded(prompt)[0][:, -1].float() - truth).square().mean().item()
+        decoder = Decoder(Weights.of(rounded), 4, 40)
+        decoder.prefill(prompt)
+        ours += (decoder.logits.float() - truth).square().mean().item()
+    assert ours**0.5 <= 1.1 * usual**0.5
+
+
+def test_a_step_past_the_last_position_is_refused():
+    decoder = Decoder(Weights.of(plain()), 1, 9)
+    with pytest.raises(ValueError, match="a step needs a prompt .* 0 of 9 are filled"):
+        decoder.step()
+    decoder.prefill(torch.zeros(1, 8, dtype=torch.int64, device=DEVICE))
+    decoder.step()
+    with pytest.raises(ValueError, match="9 of 9 are filled"):
+        decoder.step()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (torch.zeros(2, 3, dtype=torch.int64), r"prompt must be \(1, seq\)"),
+        (torch.zeros(1, 3), "prompt must be .* int64"),
+        (torch.zeros(1, 0, dtype=torch.int64), "a prompt must have from 1 to 8 tokens; got 0"),
+        (torch.zeros(1, 9, dtype=torch.int64), "a prompt must have from 1 to 8 tokens; got 9"),
+        (torch.full((1, 3), 61), "token ids must be from 0 to 60; got 61 to 61"),
+    ],
+)
+def test_prompts_that_do_not_fit(prompt, message):
+    with pytest.raises(ValueError, match=message):
+        Decoder(Weights.of(plain()), 1, 9).prefill(prompt.to(DEVICE))
+
+
+def test_configurations():
+    assert find_config("llama-3.2-1b").weights == 1_235_814_400  # as published
+    assert CONFIGS["course"].weights == count_weights(4096, 24, 8192)
+    with pytest.raises(ValueError, match="the configurations are course, llama-3.2-1b; got 'gpt'"):
+        find_config("gpt")
+    with pytest.raises(ValueError, match="kv_heads must divide heads; got 4 and 3"):
+        Config(1, 256, 4, 3, 64, 64, 10)
+    with pytest.raises(ValueError, match="head_dim must be one of"):
+        Config(1, 256, 4, 2, 96, 64, 10)
+
+
+def test_what_does_not_fit_is_not_allocated(monkeypatch):
+    monkeypatch.setattr("task6.generation.weights.free_memory", lambda device: (10, 10))
+    with pytest.raises(NotEnoughMemory, match="the weights need .* are free on cpu"):
+        Weights.random(SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_norm_and_swiglu(dtype):
+    x, delta = torch.randn(2, 5, 700, device=DEVICE).to(dtype).unbind()
+    weight = torch.randn(600, device=DEVICE).to(dtype)
+    x, delta = x[:, 50:650], delta[:, :600]  # rows with a stride
+    total = x + delta
+    out = torch.full((5, 600), torch.nan, device=DEVICE, dtype=dtype)
+    add_rms_norm(x, delta, weight, out, 1e-5)
+    assert torch.equal(x, total)
+    truth = torch.nn.functional.rms_norm(total.double(), (600,), weight.double(), 1e-5)
+    torch.testing.assert_close(out.double(), truth, atol=1e-6, rtol=torch.finfo(dtype).eps * 2)
+    add_rms_norm(x, None, weight, out, 1e-5)
+    torch.testing.assert_close(out.double(), truth, atol=1e-6, rtol=torch.finfo(dtype).eps * 2)
+    both = torch.randn(3, 514, device=DEVICE).to(dtype)
+    out = torch.full((3, 257), torch.nan, device=DEVICE, dtype=dtype)
+    swiglu(both, out)
+    gate, up = both.double().chunk(2, 1)
+    truth = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(out.double(), truth, atol=1e-6, rtol=torch.finfo(dtype).eps * 2)
+    with pytest.raises(ValueError, match="out must be"):
+        swiglu(both, out[:2])
