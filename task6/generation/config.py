@@ -50,6 +50,7 @@ class Config:
 
 
 CONFIGS = {
+    "tiny": Config(2, 256, 4, 2, 64, 512, 1000),  # for a laptop
     "course": Config(24, 4096, 32, 32, 128, 4 * 4096, 8192),
     # Llama-3.2-1B without its scaling of RoPE for texts above 8,192 tokens
     "llama-3.2-1b": Config(16, 2048, 32, 8, 64, 8192, 128_256, tied=True, rope_base=500_000.0, eps=1e-5),

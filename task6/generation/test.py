@@ -6,7 +6,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.memory import NotEnoughMemory
 from task6.generation import CONFIGS, Config, Decoder, Weights, find_config
+from task6.generation.__main__ import main
 from task6.generation.elementwise import add_rms_norm, swiglu
+from task6.generation.measure import measure
 from task6.model import count_weights, customModel, generate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -120,12 +122,43 @@ def test_prompts_that_do_not_fit(prompt, message):
 def test_configurations():
     assert find_config("llama-3.2-1b").weights == 1_235_814_400  # as published
     assert CONFIGS["course"].weights == count_weights(4096, 24, 8192)
-    with pytest.raises(ValueError, match="the configurations are course, llama-3.2-1b; got 'gpt'"):
+    with pytest.raises(
+        ValueError, match="the configurations are tiny, course, llama-3.2-1b; got 'gpt'"
+    ):
         find_config("gpt")
     with pytest.raises(ValueError, match="kv_heads must divide heads; got 4 and 3"):
         Config(1, 256, 4, 3, 64, 64, 10)
     with pytest.raises(ValueError, match="head_dim must be one of"):
         Config(1, 256, 4, 2, 96, 64, 10)
+
+
+def test_the_command(capsys):
+    small = ["--config", "tiny", "--batch", "2", "--prompt", "5", "--new-tokens", "6"]
+    assert main([*small, "--profile"]) == 0
+    shown = capsys.readouterr().out
+    for words in (
+        "time to first token",
+        "time between tokens, median",
+        "99 % of them",
+        "calls per step",
+    ):
+        assert words in shown
+    assert main(["--config", "gpt"]) == 1
+    assert "the configurations are tiny" in capsys.readouterr().out
+    assert main([*small, "--batch", "0"]) == 1
+    assert "--batch must be at least 1; got 0" in capsys.readouterr().out
+
+
+def test_a_speed():
+    decoder = Decoder(Weights.random(SMALL, device=DEVICE), 2, 30)
+    prompt = torch.randint(97, (2, 5), device=DEVICE)
+    speed = measure(decoder, prompt, 8)
+    assert len(speed.between) == 7 and speed.percentile(99) == max(speed.between)
+    assert torch.equal(speed.tokens, decoder.generate(prompt, 8))
+    # tied: the last product reads all of the embedding
+    assert speed.bytes == 4 * (SMALL.weights + 2 * 2 * 2 * 2 * 64 * (5 + 4))
+    with pytest.raises(ValueError, match="two tokens or more"):
+        measure(decoder, prompt, 1)
 
 
 def test_what_does_not_fit_is_not_allocated(monkeypatch):
