@@ -8,7 +8,8 @@ from common.inputs import expect
 from task4.prefill import fast_attention
 from task5.ladder import append_rope, decode_attention
 from task6.generation.elementwise import add_rms_norm, swiglu
-from task6.generation.weights import Layer, Weights, expect_room
+from task6.generation.product import MAX_ROWS, product
+from task6.generation.weights import Weights, expect_room
 from task6.rope import RoPE
 
 
@@ -19,6 +20,8 @@ class Decoder:
         weights: of the model.
         batch: sequences.
         max_seq_len: positions of each, prompt and new tokens together.
+        fused: whether a step's products are :func:`task6.generation.product.product`, for batches up to 16; None: on a
+            GPU. The CPU layer takes long for them.
 
     Attributes:
         tokens: int64 ``(batch, 1)``, the newest token of each sequence.
@@ -31,7 +34,9 @@ class Decoder:
         NotEnoughMemory: the cache does not fit on the device; nothing was allocated.
     """
 
-    def __init__(self, weights: Weights, batch: int, max_seq_len: int) -> None:
+    def __init__(
+        self, weights: Weights, batch: int, max_seq_len: int, *, fused: bool | None = None
+    ) -> None:
         if batch < 1 or max_seq_len < 2:
             raise ValueError(
                 f"batch must be at least 1 and max_seq_len 2; got {batch} and {max_seq_len}"
@@ -48,6 +53,7 @@ class Decoder:
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=w.device)
         self.logits = torch.empty(batch, c.vocab, **place)
         self.filled = 0  # the largest of lengths, known to the host
+        self.fused = w.is_cuda if fused is None else fused
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def prefill(self, prompt: Tensor) -> Tensor:
@@ -131,33 +137,50 @@ class Decoder:
 
     def _forward(self, tokens: Tensor) -> None:
         """Logits and the next token of each sequence, after these ``(batch, seq)``; lengths include them."""
-        w, seq = self.weights, tokens.shape[1]
-        x = F.embedding(tokens, w.embedding).flatten(0, 1)  # (batch * seq, hidden)
-        normed, delta = torch.empty_like(x), None
-        for i, layer in enumerate(w.layers):
-            add_rms_norm(x, delta, layer.attention_norm, normed, w.config.eps)
-            delta = self._attention(i, layer, normed, seq)
-            add_rms_norm(x, delta, layer.mlp_norm, normed, w.config.eps)
-            delta = self._mlp(layer, normed)
-        last = slice(seq - 1, None, seq)  # only the last position's logits are needed
-        x, delta, normed = x[last], delta[last], normed[: self.batch]
-        add_rms_norm(x, delta, w.norm, normed, w.config.eps)
-        torch.mm(normed, w.lm_head.T, out=self.logits)
+        x = F.embedding(tokens, self.weights.embedding).flatten(0, 1)  # (batch * seq, hidden)
+        if self.fused and x.shape[0] <= MAX_ROWS:
+            self._few_rows(x)
+        else:
+            self._many_rows(x, tokens.shape[1])
         torch.argmax(self.logits, dim=-1, keepdim=True, out=self.tokens)
 
-    def _attention(self, i: int, layer: Layer, x: Tensor, seq: int) -> Tensor:
+    def _few_rows(self, x: Tensor) -> None:
+        """A step: four products a layer, with norms, SwiGLU and residuals in them."""
+        w, eps = self.weights, self.config.eps
+        for i, layer in enumerate(w.layers):
+            qkv = product(x, layer.qkv, norm=layer.attention_norm, eps=eps)
+            product(self._attention(i, qkv), layer.o, residual=x, out=x)
+            inner = product(x, layer.gate_up, norm=layer.mlp_norm, eps=eps, swiglu=True)
+            product(inner, layer.down, residual=x, out=x)
+        seq = x.shape[0] // self.batch
+        product(x[seq - 1 :: seq], w.lm_head, norm=w.norm, eps=eps, out=self.logits)
+
+    def _many_rows(self, x: Tensor, seq: int) -> None:
+        """A prompt: PyTorch's products."""
+        w, eps = self.weights, self.config.eps
+        normed, delta = torch.empty_like(x), None
+        for i, layer in enumerate(w.layers):
+            add_rms_norm(x, delta, layer.attention_norm, normed, eps)
+            delta = self._attention(i, normed @ layer.qkv.T) @ layer.o.T
+            add_rms_norm(x, delta, layer.mlp_norm, normed, eps)
+            both = normed @ layer.gate_up.T
+            inner = torch.empty(len(x), self.config.inner, dtype=x.dtype, device=x.device)
+            swiglu(both, inner)
+            delta = inner @ layer.down.T
+        last = slice(seq - 1, None, seq)  # only the last position's logits are needed
+        x, delta, normed = x[last], delta[last], normed[: self.batch]
+        add_rms_norm(x, delta, w.norm, normed, eps)
+        torch.mm(normed, w.lm_head.T, out=self.logits)
+
+    def _attention(self, i: int, qkv: Tensor) -> Tensor:
+        """Of layer i: qkv ``(batch * seq, ...)`` to ``(batch * seq, heads * head_dim)``; the cache gets k and v."""
         c, k_cache, v_cache = self.config, self.k_cache[i], self.v_cache[i]
-        qkv = (x @ layer.qkv.T).view(self.batch, seq, -1, c.head_dim)
+        qkv = qkv.view(self.batch, -1, c.heads + 2 * c.kv_heads, c.head_dim)
         q, k, v = qkv.split((c.heads, c.kv_heads, c.kv_heads), dim=2)
         append_rope(q, k, v, k_cache, v_cache, seqlens_k=self.lengths, cos=self.cos, sin=self.sin)
+        seq = qkv.shape[1]
         if seq == 1:
             o = decode_attention(q, k_cache, v_cache, seqlens_k=self.lengths)
         else:
             o = fast_attention(q, k_cache[:, :seq], v_cache[:, :seq], causal=True)
-        return o.view(self.batch * seq, -1) @ layer.o.T
-
-    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
-        both = x @ layer.gate_up.T
-        inner = torch.empty(x.shape[0], both.shape[1] // 2, dtype=x.dtype, device=x.device)
-        swiglu(both, inner)
-        return inner @ layer.down.T
+        return o.view(self.batch * seq, -1)

@@ -31,6 +31,18 @@ def test_tokens_equal_the_plain_models(batch):
     assert torch.equal(generate(model, prompt, 20), want), "the plain model shares the weights"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_products_give_the_same_tokens(dtype):
+    torch.manual_seed(2)
+    model = customModel(64, 1, 1, 30, 12, device=DEVICE, dtype=dtype)
+    prompt, weights = torch.randint(30, (2, 4), device=DEVICE), Weights.of(model)
+    plainly, fused = (Decoder(weights, 2, 12, fused=fused) for fused in (False, True))
+    assert torch.equal(fused.generate(prompt, 5), plainly.generate(prompt, 5))
+    torch.testing.assert_close(
+        fused.logits, plainly.logits, atol=2**-4 if dtype == torch.bfloat16 else 1e-4, rtol=0
+    )
+
+
 def test_weights_are_held_once():
     model = plain()
     weights = Weights.of(model)

@@ -1,0 +1,67 @@
+"""Products of few rows against float64."""
+
+import random
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from common.check.rng import new_seed
+from task6.generation.product import product
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def plain(x, w, norm, eps, residual, swiglu):
+    """As the plain model computes it, in x's dtype."""
+    if norm is not None:
+        x = F.rms_norm(x, norm.shape, norm, eps)
+    y = x @ w.T
+    if swiglu:
+        gate, up = y.chunk(2, 1)
+        y = F.silu(gate) * up
+    return y if residual is None else residual + y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_it_matches_float64(dtype):
+    for _ in range(25 if DEVICE == "cpu" else 100):
+        seed = new_seed()
+        r = random.Random(seed)
+        torch.manual_seed(seed)
+        rows, K = r.randint(1, 16), 8 * r.choice((1, 3, 16, 17, 50, 128, 200))
+        swiglu = r.random() < 0.3
+        N = 16 * r.randint(1, 9) if swiglu else r.choice((1, 16, 17, 64, 100))
+        wide = torch.randn(rows, K + 16, device=DEVICE).to(dtype)
+        x, w = wide[:, 8:-8], torch.randn(N, K, device=DEVICE).mul_(K**-0.5).to(dtype)
+        norm = torch.rand(K, device=DEVICE).to(dtype) + 0.5 if r.random() < 0.5 else None
+        shape = (rows, N // 2 if swiglu else N)
+        residual = torch.randn(shape, device=DEVICE).to(dtype) if r.random() < 0.5 else None
+        given = (x, w, norm, 1e-5, residual, swiglu)
+        truth = plain(*(t.double() if isinstance(t, torch.Tensor) else t for t in given))
+        usual = (plain(*given).double() - truth).abs().max()
+        out = torch.full(shape, torch.nan, device=DEVICE, dtype=dtype)
+        if residual is not None and r.random() < 0.5:
+            out.copy_(residual)
+            residual = out
+        got = product(x, w, norm=norm, eps=1e-5, residual=residual, swiglu=swiglu, out=out)
+        assert got is out
+        error = (got.double() - truth).abs().max()
+        allowed = 1.5 * usual + torch.finfo(dtype).eps * truth.abs().max()
+        assert error <= allowed, f"seed {seed}: {error:.3g}, allowed {allowed:.3g}"
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "options", "message"),
+    [
+        ((17, 16), (16, 16), {}, "x must have from 1 to 16 rows; got 17"),
+        ((1, 12), (16, 12), {}, "K must be a positive multiple of 8; got 12"),
+        ((1, 16), (24, 16), {"swiglu": True}, "a multiple of 16 with swiglu; got 24"),
+        ((1, 16), (16, 24), {}, r"w must be \(N, 16\)"),
+        ((1, 16), (16, 16), {"norm": torch.ones(8)}, r"norm must be \(16\)|norm must be \(16,\)"),
+        ((1, 16), (16, 16), {"residual": torch.ones(1, 8)}, r"residual must be \(1, 16\)"),
+    ],
+)
+def test_bad_input(x, w, options, message):
+    with pytest.raises(ValueError, match=message):
+        product(torch.zeros(x), torch.zeros(w), **options)
