@@ -15,6 +15,7 @@ from common.timing.reference import reference
 from task6.generation.config import CONFIGS, find_config
 from task6.generation.decoder import Decoder
 from task6.generation.measure import PROFILED, measure, profile_steps
+from task6.generation.parallel import Group, LostProcess, processes
 from task6.generation.weights import Weights
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
     try:
         return _run(options)
-    except (ValueError, NotEnoughMemory, BuildError) as error:
+    except (ValueError, NotEnoughMemory, BuildError, LostProcess) as error:
         console.print(f"task6.generation: {error}")
         return 1
     except KeyboardInterrupt:
@@ -61,22 +62,34 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> int:
+    with processes(device_of(options.device)) as group:
+        return _time(options, group)
+
+
+def _time(options: argparse.Namespace, group: Group) -> int:
     config, device = find_config(options.config), device_of(options.device)
     for name in ("batch", "prompt", "new_tokens"):
         if getattr(options, name) < 1:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} must be at least 1; got {getattr(options, name)}")
     torch.manual_seed(options.seed)
-    weights = Weights.random(config, device=device, dtype=DTYPES[options.dtype])
-    decoder = Decoder(weights, options.batch, options.prompt + options.new_tokens + PROFILED)
+    weights = Weights.random(config, device=device, dtype=DTYPES[options.dtype], group=group)
+    length = options.prompt + options.new_tokens + PROFILED
+    decoder = Decoder(weights, options.batch, length, group=group)
     prompt = torch.randint(config.vocab, (options.batch, options.prompt), device=device)
     speed = measure(decoder, prompt, options.new_tokens)
+    found = profile_steps(decoder, prompt) if options.profile else []
+    if group.rank > 0:
+        return 0
 
     console.print(
         f"{options.config}: {config.layers} layers, hidden {config.hidden}, {config.heads}/{config.kv_heads} heads of"
         f" {config.head_dim}, vocabulary {config.vocab:,}; {config.weights:,} weights in {options.dtype}, random."
         f" Batch {options.batch}, prompt {options.prompt}, {options.new_tokens} new tokens."
+        + f" Shared by {group.world} processes."
+        * (group.world > 1)
     )
+    console.print(f"It begins with {' '.join(map(str, speed.tokens[0, :12].tolist()))}.")
     rows = [
         ("time to first token", f"{speed.ttft:.4g} ms"),
         ("time between tokens, median", f"{speed.tbt:.4g} ms"),
@@ -97,7 +110,6 @@ def _run(options: argparse.Namespace) -> int:
         ]
     _print(("", ""), rows)
     if options.profile:
-        found = profile_steps(decoder, prompt)
         total = sum(took for _, _, took in found)
         what = "kernel" if device.type == "cuda" else "operator"
         shown = [

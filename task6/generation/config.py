@@ -1,6 +1,6 @@
 """The shapes of models: the course's own, and a real one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 HEAD_DIMS = (64, 128, 256)  # of the decode kernels
 
@@ -32,6 +32,20 @@ class Config:
             raise ValueError(f"kv_heads must divide heads; got {self.heads} and {self.kv_heads}")
         if self.head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {self.head_dim}")
+
+    def share(self, world: int) -> "Config":
+        """What each of several processes has: some of the heads, and some columns of the MLP.
+
+        Raises:
+            ValueError: the number of processes does not divide them.
+        """
+        for name in ("heads", "kv_heads", "inner", "vocab"):
+            if getattr(self, name) % world:
+                raise ValueError(
+                    f"the number of processes must divide {name}; got {world} and {getattr(self, name)}"
+                )
+        parts = {name: getattr(self, name) // world for name in ("heads", "kv_heads", "inner")}
+        return replace(self, **parts)
 
     @property
     def qkv_rows(self) -> int:

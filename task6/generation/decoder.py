@@ -8,6 +8,7 @@ from common.inputs import expect
 from task4.prefill import fast_attention
 from task5.ladder import append_rope, decode_attention
 from task6.generation.elementwise import add_rms_norm, swiglu
+from task6.generation.parallel import Group
 from task6.generation.product import MAX_ROWS, product
 from task6.generation.weights import Weights, expect_room
 from task6.rope import RoPE
@@ -20,13 +21,14 @@ class Decoder:
         weights: of the model.
         batch: sequences.
         max_seq_len: positions of each, prompt and new tokens together.
+        group: the processes that share the model; None: this one alone.
         fused: whether a step's products are :func:`task6.generation.product.product`, for batches up to 16; None: on a
             GPU. The CPU layer takes long for them.
 
     Attributes:
         tokens: int64 ``(batch, 1)``, the newest token of each sequence.
         lengths: int32 ``(batch,)``, how many positions of the cache are filled.
-        logits: ``(batch, vocab)``, from which the newest tokens were taken.
+        logits: ``(batch, vocab)``, from which the newest tokens were taken; a process's columns of it.
         k_cache, v_cache: ``(layers, batch, max_seq_len, kv_heads, head_dim)``.
 
     Raises:
@@ -35,7 +37,13 @@ class Decoder:
     """
 
     def __init__(
-        self, weights: Weights, batch: int, max_seq_len: int, *, fused: bool | None = None
+        self,
+        weights: Weights,
+        batch: int,
+        max_seq_len: int,
+        *,
+        group: Group | None = None,
+        fused: bool | None = None,
     ) -> None:
         if batch < 1 or max_seq_len < 2:
             raise ValueError(
@@ -51,8 +59,9 @@ class Decoder:
         self.cos, self.sin = rope.cos, rope.sin
         self.tokens = torch.zeros(batch, 1, dtype=torch.int64, device=w.device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=w.device)
-        self.logits = torch.empty(batch, c.vocab, **place)
+        self.logits = torch.empty(batch, weights.lm_head.shape[0], **place)
         self.filled = 0  # the largest of lengths, known to the host
+        self.group = group or Group()
         self.fused = w.is_cuda if fused is None else fused
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -142,18 +151,25 @@ class Decoder:
             self._few_rows(x)
         else:
             self._many_rows(x, tokens.shape[1])
-        torch.argmax(self.logits, dim=-1, keepdim=True, out=self.tokens)
+        self.group.best(self.logits, self.tokens)
 
     def _few_rows(self, x: Tensor) -> None:
         """A step: four products a layer, with norms, SwiGLU and residuals in them."""
         w, eps = self.weights, self.config.eps
         for i, layer in enumerate(w.layers):
             qkv = product(x, layer.qkv, norm=layer.attention_norm, eps=eps)
-            product(self._attention(i, qkv), layer.o, residual=x, out=x)
+            self._add_product(x, self._attention(i, qkv), layer.o)
             inner = product(x, layer.gate_up, norm=layer.mlp_norm, eps=eps, swiglu=True)
-            product(inner, layer.down, residual=x, out=x)
+            self._add_product(x, inner, layer.down)
         seq = x.shape[0] // self.batch
         product(x[seq - 1 :: seq], w.lm_head, norm=w.norm, eps=eps, out=self.logits)
+
+    def _add_product(self, x: Tensor, y: Tensor, w: Tensor) -> None:
+        """x += y @ w.T, of all processes."""
+        if self.group.world == 1:
+            product(y, w, residual=x, out=x)
+        else:
+            x += self.group.sum(product(y, w))
 
     def _many_rows(self, x: Tensor, seq: int) -> None:
         """A prompt: PyTorch's products."""
@@ -161,12 +177,12 @@ class Decoder:
         normed, delta = torch.empty_like(x), None
         for i, layer in enumerate(w.layers):
             add_rms_norm(x, delta, layer.attention_norm, normed, eps)
-            delta = self._attention(i, normed @ layer.qkv.T) @ layer.o.T
+            delta = self.group.sum(self._attention(i, normed @ layer.qkv.T) @ layer.o.T)
             add_rms_norm(x, delta, layer.mlp_norm, normed, eps)
             both = normed @ layer.gate_up.T
             inner = torch.empty(len(x), self.config.inner, dtype=x.dtype, device=x.device)
             swiglu(both, inner)
-            delta = inner @ layer.down.T
+            delta = self.group.sum(inner @ layer.down.T)
         last = slice(seq - 1, None, seq)  # only the last position's logits are needed
         x, delta, normed = x[last], delta[last], normed[: self.batch]
         add_rms_norm(x, delta, w.norm, normed, eps)

@@ -83,9 +83,10 @@ def measure(decoder: Decoder, prompt: Tensor, new_tokens: int) -> Speed:
 
 def step_bytes(decoder: Decoder, length: float) -> float:
     """What a step has to read: the weights once, but of the embedding only some rows, and the keys and values."""
-    c, size = decoder.config, decoder.weights.embedding.element_size()
-    embedding = 0 if c.tied else c.vocab * c.hidden
-    return size * (c.weights - embedding + c.cache(decoder.batch, 1) * length)
+    c, w = decoder.config, decoder.weights
+    every = [w.norm, w.lm_head, *(t for layer in w.layers for t in vars(layer).values())]
+    read = sum(t.numel() for t in every) + c.cache(decoder.batch, 1) * length
+    return read * w.embedding.element_size()
 
 
 def profile_steps(decoder: Decoder, prompt: Tensor) -> list[tuple[str, float, float]]:

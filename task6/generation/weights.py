@@ -7,6 +7,7 @@ from torch import Tensor
 
 from common.memory import NotEnoughMemory, free_memory, gib
 from task6.generation.config import Config
+from task6.generation.parallel import Group
 from task6.model import customModel
 
 
@@ -30,7 +31,7 @@ class Weights:
     embedding: Tensor  # (vocab, hidden)
     layers: tuple[Layer, ...]
     norm: Tensor  # (hidden,)
-    lm_head: Tensor  # (vocab, hidden); the embedding itself where they are tied
+    lm_head: Tensor  # (vocab, hidden), or a process's rows of it; the embedding itself where they are tied
 
     @classmethod
     def of(cls, model: customModel) -> "Weights":
@@ -66,13 +67,22 @@ class Weights:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        group: Group | None = None,
     ) -> "Weights":
         """Weights that keep a layer's outputs as large as its inputs; ``torch.manual_seed`` repeats them.
 
+        Args:
+            config: the whole model's.
+            device, dtype: of the weights.
+            group: of whose processes each gets its share, of the same weights if all have the same seed. The result's
+                ``config`` is the share's.
+
         Raises:
+            ValueError: the number of processes does not divide the model.
             NotEnoughMemory: they do not fit on the device; nothing was allocated.
         """
-        expect_room("the weights", config.weights, dtype, torch.device(device))
+        group = group or Group()
+        expect_room("the weights", config.share(group.world).weights, dtype, torch.device(device))
         place = dict(device=device, dtype=dtype)
 
         def matrix(rows: int, columns: int) -> Tensor:
@@ -81,14 +91,17 @@ class Weights:
         c, ones = config, torch.ones(config.hidden, **place)
         embedding = torch.empty(c.vocab, c.hidden, **place).normal_()
         layers = tuple(
-            Layer(
-                ones.clone(), matrix(c.qkv_rows, c.hidden), matrix(c.hidden, c.heads * c.head_dim),
-                ones.clone(), matrix(2 * c.inner, c.hidden), matrix(c.hidden, c.inner),
+            _share(
+                Layer(
+                    ones.clone(), matrix(c.qkv_rows, c.hidden), matrix(c.hidden, c.heads * c.head_dim),
+                    ones.clone(), matrix(2 * c.inner, c.hidden), matrix(c.hidden, c.inner),
+                ), c, group,
             )
             for _ in range(c.layers)
         )  # fmt: skip
         lm_head = embedding if c.tied else matrix(c.vocab, c.hidden)
-        return cls(c, embedding, layers, ones, lm_head)
+        lm_head = lm_head.chunk(group.world)[group.rank]
+        return cls(c.share(group.world), embedding, layers, ones, lm_head)
 
 
 def expect_room(what: str, elements: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -96,6 +109,21 @@ def expect_room(what: str, elements: int, dtype: torch.dtype, device: torch.devi
     needed, free = elements * dtype.itemsize, free_memory(device)[0]
     if needed > free:
         raise NotEnoughMemory(f"{what} need {gib(needed)}; {gib(free)} are free on {device}")
+
+
+def _share(layer: Layer, config: Config, group: Group) -> Layer:
+    """A process's share: rows of what has a row per head or column of the MLP, columns of what sums over them."""
+    if group.world == 1:
+        return layer
+    kv = config.kv_heads * config.head_dim
+    qkv = layer.qkv.split((config.heads * config.head_dim, kv, kv))
+
+    def rows(*matrices: Tensor) -> Tensor:
+        return torch.cat([m.chunk(group.world)[group.rank] for m in matrices])
+
+    o, down = (m.chunk(group.world, 1)[group.rank].contiguous() for m in (layer.o, layer.down))
+    gate_up = rows(*layer.gate_up.chunk(2))
+    return Layer(layer.attention_norm, rows(*qkv), o, layer.mlp_norm, gate_up, down)
 
 
 def _side_by_side(gate: torch.nn.Linear, up: torch.nn.Linear) -> Tensor:

@@ -1,0 +1,66 @@
+"""Two processes give the tokens of one, and end when one of them is lost."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from common.paths import ROOT
+from task6.generation import CONFIGS
+
+COMMAND = ["-m", "task6.generation", "--device", "cpu", "--config", "tiny", "--batch", "2", "--prompt", "6"]  # fmt: skip
+
+
+def start(rank, world, port, *options):
+    env = os.environ | dict(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, *COMMAND, *options], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def begins_with(text):
+    return re.search(r"It begins with ([\d ]+)\.", text)[1]
+
+
+def test_two_processes_give_the_tokens_of_one(port):
+    alone = start(0, 1, port, "--new-tokens", "12").communicate(timeout=120)[0]
+    both = [start(rank, 2, port, "--new-tokens", "12") for rank in range(2)]
+    shown = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert begins_with(shown[0]) == begins_with(alone)
+    assert "Shared by 2 processes." in shown[0] and not shown[1]
+
+
+def test_the_others_end_when_one_is_lost(port):
+    both = [start(rank, 2, port, "--new-tokens", "20000") for rank in range(2)]
+    time.sleep(8)  # the tokens take longer
+    assert both[0].poll() is None
+    both[1].send_signal(signal.SIGKILL)
+    shown, errors = both[0].communicate(timeout=60)
+    both[1].wait()
+    assert both[0].returncode == 1 and "Traceback" not in errors
+    assert " ".join(shown.split()).startswith(
+        "task6.generation: process 0 of 2 has lost another one"
+    )
+
+
+def test_a_number_of_processes_that_does_not_divide():
+    with pytest.raises(ValueError, match="must divide heads; got 3 and 4"):
+        CONFIGS["tiny"].share(3)
+    share = CONFIGS["course"].share(4)
+    assert (share.heads, share.inner, share.hidden) == (8, 4096, 4096)
