@@ -1,0 +1,95 @@
+"""GPT-2 by our own loop: greedy tokens equal those of transformers' generate."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from task7.decoder import Gpt2Decoder
+from task7.inference import ModelWithCustomAttention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPTS = [
+    "Once upon a time there was",
+    "The cat",
+    "In the morning the little dog ran to the river and",
+]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return ModelWithCustomAttention("tiny", attention="sdpa", device=DEVICE)
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
+def test_tokens_equal_transformers_generate(reference, prompts):
+    tokens, mask = reference.encode(prompts)
+    want = reference.generate_tokens(tokens, mask, 25)[:, tokens.shape[1] :].tolist()
+    ids = [row[keep.bool()].tolist() for row, keep in zip(tokens, mask, strict=True)]
+    end = reference.tokenizer.eos_token_id
+    decoder = Gpt2Decoder(reference.model, len(prompts), 128)
+    for _ in range(2):  # the second text of the same decoder
+        got = decoder.generate(ids, 25, end=end)
+        for mine, theirs in zip(got, want, strict=True):
+            assert mine == (theirs[: theirs.index(end) + 1] if end in theirs else theirs)
+
+
+def test_random_weights_of_another_shape():
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=50,
+        n_embd=128,
+        n_head=1,
+        n_layer=2,
+        n_positions=40,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = GPT2LMHeadModel(config).to(DEVICE).eval()
+    prompt = torch.randint(50, (1, 7), device=DEVICE)
+    want = model.generate(prompt, max_new_tokens=33, do_sample=False, pad_token_id=0)[
+        0, 7:
+    ].tolist()
+    decoder = Gpt2Decoder(model, 1, 40)
+    assert decoder.generate(prompt.tolist(), 33) == [want]
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt[0].tolist(), *want[:-1]]], device=DEVICE)).logits[
+            :, -1
+        ]
+    torch.testing.assert_close(decoder.logits, logits, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "new", "message"),
+    [
+        ([[1], [2]], 3, r"1 prompts of at least one token are needed; got lengths \[1, 1\]"),
+        ([[]], 3, "at least one token"),
+        ([[1] * 30], 12, "40 positions are too few for 30 tokens and 12 new ones"),
+        ([[1, 50]], 3, "token ids must be from 0 to 49; got 1 to 50"),
+    ],
+)
+def test_prompts_that_do_not_fit(prompts, new, message):
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=50, n_embd=64, n_head=1, n_layer=1, n_positions=40)
+    ).to(DEVICE)
+    with pytest.raises(ValueError, match=message):
+        Gpt2Decoder(model, 1, 40).generate(prompts, new)
+
+
+def test_models_that_do_not_fit():
+    for change, message in (
+        ({"n_head": 2}, "head_dim must be 64, 128 or 256; got 32"),
+        ({"activation_function": "relu"}, "GPT-2's own activation"),
+    ):
+        config = GPT2Config(
+            vocab_size=50, n_embd=64, n_layer=1, n_positions=40, **({"n_head": 1} | change)
+        )
+        with pytest.raises(ValueError, match=message):
+            Gpt2Decoder(GPT2LMHeadModel(config), 1, 40)
+    with pytest.raises(ValueError, match="max_seq_len from 2 to 40; got 1 and 41"):
+        Gpt2Decoder(
+            GPT2LMHeadModel(
+                GPT2Config(vocab_size=50, n_embd=64, n_head=1, n_layer=1, n_positions=40)
+            ),
+            1,
+            41,
+        )
