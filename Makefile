@@ -24,13 +24,14 @@ requirements = $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.t
 starts = $1 -c '' 2>/dev/null || { echo '$1 does not start. $2'; exit 1; }
 VENV_STARTS = @$(call starts,$(PY),Remove .venv and run make again.)
 
-.PHONY: help grade test report doctor cuda-compiler clean
+.PHONY: help grade test report web doctor cuda-compiler clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make grade    build, check, time and grade all seven tasks; fills in Results.md'
 	@echo 'make test     run all tests with pytest'
 	@echo 'make report   arithmetic intensity, times and a roofline of your kernels; writes report/'
+	@echo 'make web      task 7 in the browser: GPT-2 on your kernels beside the attention of Hugging Face'
 	@echo 'make doctor   what this machine lacks, and what to do about it'
 # BEGIN STAFF
 	@echo 'make ladder   build, check and time the ladder of attention kernels; fills in its tables'
@@ -50,6 +51,10 @@ test: .venv/installed
 # matplotlib, which draws the pictures, is installed where it is needed only.
 report: .venv/installed-plot
 	@$(PY) -m common.report $(ARGS)
+
+# So are the packages of the page.
+web: .venv/installed-web
+	@$(PY) -m task7.web $(ARGS)
 
 # Also before anything is installed.
 doctor:

@@ -1,0 +1,525 @@
+"""Task 7's page: what its server answers, what it refuses, and the page itself where there is a Chromium."""
+
+import asyncio
+import http.client
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("starlette", reason="needs Starlette: the extra web")
+pytest.importorskip("uvicorn", reason="needs uvicorn: the extra web")
+
+from starlette.testclient import TestClient  # its httpx comes with transformers
+
+from common.paths import ROOT
+from task7 import web
+from task7.attention import NAME, kernel_calls
+from task7.inference import TINY, ModelWithCustomAttention
+
+LOCAL = "http://127.0.0.1"
+ONCE = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelWithCustomAttention:
+    return ModelWithCustomAttention(TINY)
+
+
+@pytest.fixture
+def comparison(model: ModelWithCustomAttention) -> web.Comparison:
+    return web.Comparison(model, "model: tiny", most_new_tokens=1000)
+
+
+@pytest.fixture
+def client(comparison: web.Comparison) -> TestClient:
+    return TestClient(web.make_app(comparison), base_url=LOCAL)
+
+
+def generate(client: TestClient, **request: object) -> list[dict]:
+    answer = client.post("/generate", json={"prompt": ONCE, "max_new_tokens": 8} | request)
+    assert answer.status_code == 200, answer.text
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def text(events: list[dict], attention: str) -> str:
+    return "".join(e["text"] for e in events if e.get("attention") == attention)
+
+
+def is_free(client: TestClient, seconds: float = 10) -> bool:
+    """Whether the next request can begin, at once or after these seconds."""
+    busy = client.app.state.busy
+    if free := busy.acquire(timeout=seconds):
+        busy.release()
+    return free
+
+
+class Steps:
+    """In place of ``stream_tokens``: these tokens, each after ``go``; it counts what was asked of it."""
+
+    def __init__(self, tokens: Iterator[int] | list[int]) -> None:
+        self.tokens, self.calls, self.closed = tokens, 0, threading.Event()
+        self.began, self.go = threading.Event(), threading.Event()
+        self.go.set()
+
+    def __call__(self, *_: object, **__: object) -> Iterator[torch.Tensor]:
+        self.calls += 1
+        return self.steps()
+
+    def steps(self) -> Iterator[torch.Tensor]:
+        self.began.set()
+        try:
+            for token in self.tokens:
+                assert self.go.wait(20)
+                yield torch.tensor([token])
+        finally:
+            self.closed.set()
+
+
+def endless() -> Iterator[int]:
+    while True:
+        time.sleep(0.01)
+        yield 5
+
+
+@pytest.fixture
+def stand_in(model: ModelWithCustomAttention, monkeypatch: pytest.MonkeyPatch):
+    def put(tokens: Iterator[int] | list[int]) -> Steps:
+        steps = Steps(tokens)
+        monkeypatch.setattr(model, "stream_tokens", steps)
+        monkeypatch.setattr(model, "device", torch.device("cpu"))  # no warming up
+        return steps
+
+    return put
+
+
+# What it answers ----------------------------------------------------------------------------------
+
+
+def test_the_page_is_one_file_without_html_from_texts(client):
+    page = client.get("/")
+    assert page.status_code == 200 and "text/html" in page.headers["content-type"]
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert not re.search(
+        r"https?:|//\w|@import|innerHTML|insertAdjacent|document\.write", page.text
+    )
+
+
+def test_the_page_learns_what_runs(client, comparison):
+    about = client.get("/model").json()
+    assert about["title"] == "tiny" and about["dtype"] == "float32"
+    assert about["positions"] == 1024 and set(about["numbers"]) == set(comparison.numbers)
+    for number in about["numbers"].values():
+        assert number["least"] <= number["default"] <= number["most"]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True, "seed": 3, "temperature": 1.5, "top_k": 0, "top_p": 0.9}]
+)
+def test_each_attention_writes_what_the_command_writes(client, model, options):
+    request = {"sample" if k == "do_sample" else k: v for k, v in options.items()}
+    *events, last = generate(client, max_new_tokens=30, **request)
+    for name, attention in web.ATTENTIONS.items():
+        model.model.set_attn_implementation(attention)
+        assert ONCE + text(events, name) == model.generate(ONCE, 30, **options)
+        own = [e for e in events if e["attention"] == name]
+        assert [e["tokens"] for e in own] == list(range(1, len(own) + 1))
+        assert own[0]["rate"] is None and all(e["rate"] > 0 for e in own[1:])
+        assert own[0]["first"] > 0
+    assert [e["attention"] for e in events] == sorted(e["attention"] for e in events)
+    same = text(events, "ours") == text(events, "reference")
+    assert (last["differs"] is None) == same and "x the reference's tokens/s." in last["says"]
+    if not options:
+        assert last["says"].startswith("The texts agree, token by token.")
+
+
+def test_only_our_run_calls_our_kernels(comparison):
+    comparison.warm_up()
+    calls = {}
+    before = kernel_calls.total()
+    arguments = comparison.checked({"prompt": ONCE, "max_new_tokens": 4})
+    for event in comparison.events(**arguments):
+        if "attention" in event:
+            calls[event["attention"], event["tokens"]] = kernel_calls.total() - before
+    layers = comparison.model.model.config.n_layer
+    assert calls["ours", 4] >= 4 * layers
+    assert calls["reference", 1] == calls["reference", 4] == calls["ours", 4]
+
+
+def test_the_first_token_that_differs(client, model, stand_in):
+    one, other, common = (model.tokenizer.encode(t)[0] for t in ("he", "she", " the"))
+    texts = iter([[common, one, common], [common, other, common]])
+    steps = stand_in([])
+    steps.steps = lambda: (torch.tensor([token]) for token in next(texts))
+    last = generate(client)[-1]
+    assert last["differs"] == 2
+    said = [repr(model.tokenizer.decode([token])) for token in (one, other)]
+    assert f"from new token 2 on: ours has {said[0]}, the reference {said[1]}." in last["says"]
+
+
+def test_a_character_of_several_tokens_comes_whole(client, model, stand_in):
+    words = "a🙂é€"
+    tokens = model.tokenizer.encode(words)
+    assert len(tokens) > len(words)
+    stand_in(tokens)
+    *events, _ = generate(client)
+    assert text(events, "ours") == words and "\ufffd" not in str(events)
+    stand_in(tokens[:2])  # ends in the middle of the second
+    *events, _ = generate(client)
+    assert text(events, "ours") == "a\ufffd" and events[-1]["tokens"] == 2
+
+
+def test_a_prompt_may_fill_all_positions_but_one(client, model):
+    words = " the" * 2000
+    prompt = model.tokenizer.decode(model.tokenizer.encode(words)[:1023])
+    assert model.encode([prompt])[0].shape[1] == 1023
+    assert len(generate(client, prompt=prompt, max_new_tokens=1)) == 3
+
+
+# What it refuses ----------------------------------------------------------------------------------
+
+JSON = {"content-type": "application/json"}
+BAD = [
+    ("not JSON", b"{", 400, "expected JSON"),
+    ("nothing", b"", 400, "expected JSON"),
+    ("not UTF-8", b'{"prompt": "\xff"}', 400, "expected JSON"),
+    ("nested", b"[" * 60_000, 400, "expected JSON"),
+    ("no object", b'["a"]', 400, 'expected a JSON object with a prompt; got ["a"]'),
+    ("too large", json.dumps({"prompt": "a" * 70_000}).encode(), 413, "expected at most 65,536 bytes; got 70,014"),
+    ("no prompt", {}, 400, 'prompt must be a text with something besides spaces; got ""'),
+    ("empty", {"prompt": ""}, 400, "prompt must be a text"),
+    ("spaces", {"prompt": " \n"}, 400, "prompt must be a text"),
+    ("prompt of another type", {"prompt": ["a"]}, 400, 'got ["a"]'),
+    ("half a character", b'{"prompt": "a\\ud800"}', 400, "half of a surrogate pair at 1"),
+    ("too long", {"prompt": " the" * 1100}, 400, "1,100 tokens and 60 new ones are asked for; the model has room for 1,024"),
+    ("no room", {"prompt": " the" * 1000, "max_new_tokens": 25}, 400, "1,000 tokens and 25 new ones"),
+    ("no new tokens", {"prompt": "a", "max_new_tokens": 0}, 400, "max_new_tokens must be a whole number from 1 to 1000; got 0"),
+    ("too many", {"prompt": "a", "max_new_tokens": 1001}, 400, "from 1 to 1000; got 1001"),
+    ("half a token", {"prompt": "a", "max_new_tokens": 1.5}, 400, "whole number"),
+    ("a bool", {"prompt": "a", "seed": True}, 400, "seed must be a whole number from 0 to 4294967295; got true"),
+    ("null", {"prompt": "a", "top_k": None}, 400, "top_k must be a whole number"),
+    ("top_k", {"prompt": "a", "top_k": -1}, 400, "got -1"),
+    ("top_p", {"prompt": "a", "top_p": 1.01}, 400, "top_p must be a number from 0.01 to 1; got 1.01"),
+    ("temperature", {"prompt": "a", "temperature": 0}, 400, "temperature must be a number from 0.05 to 5; got 0"),
+    ("long", b'{"prompt": "a", "seed": 1%s}' % (b"0" * 400), 400, "got 1000"),
+    ("NaN", b'{"prompt": "a", "temperature": NaN}', 400, "got NaN"),
+    ("infinite", b'{"prompt": "a", "top_p": 1e999}', 400, "got Infinity"),
+    ("sample", {"prompt": "a", "sample": "yes"}, 400, 'sample must be true or false; got "yes"'),
+    ("unknown field", {"prompt": "a", "tempreature": 1}, 400, 'unknown field "tempreature"; known are prompt'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body, status, says", [row[1:] for row in BAD], ids=[r[0] for r in BAD])
+def test_a_bad_request_is_refused_before_anything_runs(client, stand_in, body, status, says):
+    steps = stand_in([])
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = client.post("/generate", content=content, headers=JSON)
+    assert answer.status_code == status and says in answer.json()["error"], answer.text
+    assert len(answer.json()["error"]) < 250
+    assert steps.calls == 0 and is_free(client, 0)
+
+
+@pytest.mark.parametrize(
+    "method, path, headers, status",
+    [
+        ("POST", "/generate", {"content-type": "text/plain"}, 415),  # what another site's page can send
+        ("POST", "/generate", {}, 415),
+        ("POST", "/generate", JSON | {"host": "elsewhere.example"}, 400),
+        ("GET", "/model", {"host": "elsewhere.example"}, 400),
+        ("GET", "/generate", {}, 405),
+        ("GET", "/web.py", {}, 404),
+    ],
+)  # fmt: skip
+def test_what_is_not_the_page_is_refused(client, stand_in, method, path, headers, status):
+    steps = stand_in([])
+    answer = client.request(method, path, content=b'{"prompt": "a"}', headers=headers)
+    assert answer.status_code == status and steps.calls == 0 and is_free(client, 0)
+
+
+def test_a_second_request_is_refused_while_one_runs(client, stand_in):
+    steps = stand_in([5, 5])
+    steps.go.clear()
+    with TestClient(client.app, base_url=LOCAL) as other:
+        first: list[list[dict]] = []
+        thread = threading.Thread(target=lambda: first.append(generate(client)))
+        thread.start()
+        assert steps.began.wait(20)
+        for prompt in (ONCE, ""):  # a bad one, too: it may not disturb the measurement
+            answer = other.post("/generate", json={"prompt": prompt})
+            assert answer.status_code == 409 and answer.json()["error"] == web.BUSY
+        assert other.get("/").status_code == other.get("/model").status_code == 200
+        steps.go.set()
+        thread.join(20)
+        assert len(first[0]) == 5 and generate(other)[-1]["differs"] is None
+
+
+def test_a_failure_is_said_and_the_next_request_runs(client, model, monkeypatch, capsys):
+    def fails(*_: object, **__: object) -> Iterator[torch.Tensor]:
+        yield torch.tensor([5])
+        raise RuntimeError("the device is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "stream_tokens", fails)
+        patch.setattr(model, "device", torch.device("cpu"))
+        events = generate(client)
+    assert events[-1] == {"error": "RuntimeError: the device is gone"}
+    assert "Traceback" in capsys.readouterr().err
+    assert generate(client)[-1]["differs"] is None
+
+
+def test_a_client_that_goes_away_ends_its_generation(client, stand_in):
+    steps = stand_in(endless())
+    assert asyncio.run(until_gone(client.app)) < 5
+    assert steps.closed.wait(5) and is_free(client)
+    stand_in([5])
+    assert generate(client)[-1]["differs"] is None
+
+
+def test_a_client_that_goes_away_while_it_sends(client, stand_in):
+    steps = stand_in([])
+    messages = iter([{"type": "http.request", "body": b'{"pro', "more_body": True}])
+
+    async def receive():
+        return next(messages, {"type": "http.disconnect"})
+
+    async def send(message):
+        pass
+
+    asyncio.run(client.app(SCOPE, receive, send))
+    assert steps.calls == 0 and is_free(client, 0)
+
+
+SCOPE = {
+    "type": "http",
+    "asgi": {"version": "3.0", "spec_version": "2.3"},
+    "method": "POST",
+    "path": "/generate",
+    "query_string": b"",
+    "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+}
+
+
+async def until_gone(app) -> float:
+    """A client that goes away after the first token: the seconds that the server then takes."""
+    body = json.dumps({"prompt": ONCE}).encode()
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+    token = asyncio.Event()
+
+    async def receive():
+        if message := next(messages, None):
+            return message
+        await token.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        if message.get("body"):
+            token.set()
+
+    await asyncio.wait_for(app(SCOPE, receive, send), 20)
+    assert token.is_set()
+    began = time.monotonic()
+    while app.state.busy.locked() and time.monotonic() < began + 10:
+        await asyncio.sleep(0.01)
+    return time.monotonic() - began
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(*arguments: str) -> Iterator[tuple[subprocess.Popen, int]]:
+    """The command as a process, and its port."""
+    command = [sys.executable, "-m", "task7.web", "--model", TINY, "--port", "0", *arguments]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        said = process.stdout.readline(), process.stdout.readline()
+        found = re.fullmatch(
+            r"open http://127\.0\.0\.1:(\d+) in a browser; Ctrl-C ends it\n", said[1]
+        )
+        assert said[0].startswith("model: the bundled tiny GPT-2") and found, said
+        yield process, int(found[1])
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_connection_that_is_closed_and_ctrl_c():
+    def begin(port: int) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        body = json.dumps({"prompt": ONCE, "max_new_tokens": 1000})
+        connection.request("POST", "/generate", body, JSON)
+        return connection
+
+    with served("--max-new-tokens", "1000") as (process, port):
+        connection = begin(port)
+        assert json.loads(connection.getresponse().readline())["tokens"] == 1
+        second = begin(port).getresponse()
+        assert second.status == 409 and json.load(second)["error"] == web.BUSY
+        connection.close()
+        until = time.monotonic() + 10
+        while (answer := begin(port).getresponse()).status == 409 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert answer.status == 200 and json.loads(answer.readline())["tokens"] == 1
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        said, errors = process.communicate(timeout=20)
+        assert (process.returncode, said, errors) == (130, "\ninterrupted\n", "")
+        assert time.monotonic() - began < 5
+
+
+def test_what_keeps_the_server_from_starting(capsys):
+    def ends(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            web.main(["--port", "0", *arguments])
+        assert ended.value.code not in (0, None)
+        return f"{ended.value.code} {capsys.readouterr().err}"
+
+    assert "error: unknown model 'gpt5': known are gpt2" in ends("--model", "gpt5")
+    assert "--port must be from 0 to 65535; got 70000" in ends("--port", "70000")
+    assert "--max-new-tokens must be at least 1; got 0" in ends("--max-new-tokens", "0")
+    assert "invalid choice: 'float64'" in ends("--dtype", "float64")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"error: port {port} of 127.0.0.1 cannot be used" in ends("--port", port)
+
+
+def test_what_is_not_installed_is_said():
+    without = "import runpy, sys; sys.modules['uvicorn'] = None; runpy.run_module('task7.web', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", without], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr == "error: uvicorn is not installed; make web installs what the page needs\n"
+
+
+# The page in a browser ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium of this machine, driven by Playwright; neither is in an extra."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("needs Chromium")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def server(app) -> Iterator[str]:
+    """The page's address, served in this process."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        running = web.Server(web.uvicorn.Config(app, log_level="error", lifespan="off"))
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"{LOCAL}:{listener.getsockname()[1]}/"
+        finally:
+            running.should_exit = True
+            thread.join(20)
+
+
+@pytest.fixture
+def opened(browser, client):
+    """Opens the page at a width and a colour scheme; at the end, what went wrong in it must be what the test says."""
+    with server(client.app) as address, ExitStack() as stack:
+
+        def open_page(width: int, scheme: str = "light"):
+            view = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
+            page = stack.enter_context(browser.new_context(**view)).new_page()
+            page.problems, page.asked = [], []
+            page.on("pageerror", lambda error: page.problems.append(str(error)))
+            page.on(
+                "console",
+                lambda said: page.problems.append(said.text) if said.type == "error" else None,
+            )
+            page.on("request", lambda request: page.asked.append(request.url.partition(address)[0]))
+            page.goto(address)
+            page.wait_for_selector("#generate:enabled")
+            return page
+
+        yield open_page
+
+
+@pytest.mark.parametrize(
+    "width, scheme", [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
+)
+def test_the_page_shows_both_texts_and_speeds(opened, width, scheme, request, tmp_path):
+    page = opened(width, scheme)
+    prompt = "<b>Once</b> upon a time"  # markup stays text
+    page.fill("[name=prompt]", prompt)
+    page.click("#generate")
+    page.wait_for_selector("#says:not(:empty)")
+    assert "The texts agree" in page.inner_text("#says")
+    outs = [page.inner_text(f"#{pane} .out") for pane in web.ATTENTIONS]
+    assert outs[0] == outs[1] and outs[0].startswith(prompt) and len(outs[0]) > len(prompt) + 60
+    for pane in web.ATTENTIONS:
+        assert float(page.inner_text(f"#{pane} .rate")) > 0
+        assert page.inner_text(f"#{pane} .tokens") == "60"
+        assert page.inner_text(f"#{pane} .state") == "done"
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert not page.problems and set(page.asked) <= {"", "data:,"}
+    folder = request.config.getoption("basetemp") or tmp_path
+    page.screenshot(path=Path(folder) / f"{width}-{scheme}.png", full_page=True)
+
+
+def test_the_page_marks_where_the_texts_differ(opened, model, stand_in):
+    tokens = [model.tokenizer.encode(words) for words in ("a b c d", "a b d d")]
+    steps = stand_in([])
+    texts = iter(tokens)
+    steps.steps = lambda: (torch.tensor([token]) for token in next(texts))
+    page = opened(1280)
+    page.click("#generate")
+    page.wait_for_selector("#says:not(:empty)")
+    assert [page.inner_text(f"#{pane} mark") for pane in web.ATTENTIONS] == [" c d", " d d"]
+
+
+def test_stop_and_a_second_page(opened, model, monkeypatch):
+    page, other = opened(1280), opened(390)
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "stream_tokens", Steps(endless()))
+        patch.setattr(model, "device", torch.device("cpu"))
+        page.click("#generate")
+        page.wait_for_selector('#ours .state:text-is("running")')
+        other.click("#generate")
+        other.wait_for_selector("#error:not(:empty)")
+        assert other.text_content("#error") == web.BUSY
+        page.click("#stop")
+        page.wait_for_selector("#generate:enabled")
+        assert page.inner_text("#says") == "Stopped."
+        assert page.inner_text("#ours .state") == "stopped"
+        assert page.inner_text("#ours .out").startswith(page.input_value("[name=prompt]"))
+    other.wait_for_timeout(500)
+    other.click("#generate")
+    other.wait_for_selector("#says:not(:empty)")
+    assert "The texts agree" in other.inner_text("#says") and not other.inner_text("#error")
+    assert [said for said in other.problems + page.problems if "409" not in said] == []
+
+
+def test_the_page_shows_what_the_server_refuses(opened):
+    page = opened(390)
+    page.fill("[name=prompt]", "the " * 1100)
+    page.click("#generate")
+    page.wait_for_selector("#error:not(:empty)")
+    assert "the model has room for 1,024 in all" in page.inner_text("#error")
+    assert page.is_enabled("#generate")
+
+
+def test_the_attention_that_runs_is_ours_by_name():
+    assert list(web.ATTENTIONS) == ["ours", "reference"] and web.ATTENTIONS["ours"] == NAME
