@@ -13,6 +13,7 @@ from transformers import GPT2LMHeadModel
 
 from task4.prefill import fast_attention
 from task5.ladder import append_rope, decode_attention
+from task6.generation.graph import capture
 
 
 class Gpt2Decoder:
@@ -109,7 +110,7 @@ class Gpt2Decoder:
 
     def _next(self) -> Tensor:
         if self.tokens.is_cuda and self._graph is None:
-            self._capture()
+            self._graph = capture(self._step, self.tokens, self.lengths)
         if self._graph is None:
             self._step()
         else:
@@ -120,20 +121,6 @@ class Gpt2Decoder:
     def _step(self) -> None:
         self.lengths += 1
         self._choose(self._layers(self.tokens[:, None], (self.lengths - 1)[:, None])[:, 0])
-
-    def _capture(self) -> None:
-        kept = self.tokens.clone(), self.lengths.clone()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._step()  # whatever is allocated or compiled by a first call; its key is written again
-        torch.cuda.current_stream().wait_stream(stream)
-        self.tokens.copy_(kept[0])
-        self.lengths.copy_(kept[1])
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
-        self._graph = graph
 
     def _choose(self, hidden: Tensor) -> None:
         torch.mm(hidden, self.model.lm_head.weight.T, out=self.logits)

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,14 +16,12 @@ PAGE_SIZES = (16, 256)  # from, to; multiples of 16
 MAX_QUERIES = 16
 MAX_KEYS = 1 << 24
 MAX_BATCH = 65535
-INVARIANT_KEYS = (
-    4096  # the shares of a batch-invariant call are those of a sequence alone, of so many keys
-)
+# The shares of a batch-invariant call are those of a sequence alone, of so many keys.
+INVARIANT_KEYS = 4096
 ON_CPU = 6  # blocks where there is no GPU: enough to share a pair
 LONG = 32  # tiles of a block that make up for a second block on its SM
-LONGEST = (
-    64  # tiles of a block alone on its SM: more, and equal shares of two blocks an SM are faster
-)
+# Tiles of a block alone on its SM: with more, equal shares of two blocks an SM are faster.
+LONGEST = 64
 _KERNELS = {
     1: Kernels(__file__, "01_shared_work.cu"),
     2: Kernels(__file__, "02_dependent_launch.cu"),
@@ -90,7 +87,9 @@ def decode_attention(
         return out.zero_()
     call = _Call(q.device, dtype_code(q.dtype), head_dim, heads // kv_heads * q_len)
     plan = _plan(call, batch, kv_heads, kv_len, batch_invariant, rung)
-    partial, counters = _workspace(q.device, plan.floats, plan.counters)
+    partial, counters = None, None
+    if plan.floats:
+        partial, counters = _workspace(q.device, plan.floats, plan.counters)
     _KERNELS[plan.rung].launch(
         "decode", q=q, k=k, v=v, out=out, seqlens_k=seqlens_k, leftpad_k=leftpad_k, block_table=block_table,
         max_pages=0 if block_table is None else block_table.shape[1], window=min(window or 0, kv_len),
@@ -242,21 +241,25 @@ def _blocks(call: _Call, rung: int) -> int:
     return gpu.multi_processor_count * max(1, min(2, per_sm))
 
 
-@dataclass
-class _Workspace:
-    partial: Tensor
-    counters: Tensor  # 0 between launches
-
-
-_workspaces: dict[tuple[torch.device, int], list[_Workspace]] = {}
+_workspaces: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
 
 def _workspace(device: torch.device, floats: int, counters: int) -> tuple[Tensor, Tensor]:
-    """Scratch of at least this size for the current stream. None is ever freed: a CUDA graph may hold it."""
+    """Scratch of at least this size, and int32 counters that are 0 when the current stream's next launch begins.
+
+    A launch leaves the counters so. A CUDA graph that is captured gets its own, and zeroes them: it may be replayed
+    beside others, on any stream, and before or after them.
+    """
+
+    def new() -> tuple[Tensor, Tensor]:
+        return torch.empty(floats, device=device), torch.zeros(
+            counters, dtype=torch.int32, device=device
+        )
+
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return new()
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-    known = _workspaces.setdefault((device, stream), [])
-    if known and known[-1].partial.numel() >= floats and known[-1].counters.numel() >= counters:
-        return known[-1].partial, known[-1].counters
-    partial = torch.empty(floats, device=device)
-    known.append(_Workspace(partial, torch.zeros(counters, dtype=torch.int32, device=device)))
-    return partial, known[-1].counters
+    known = _workspaces.get((device, stream))
+    if known is None or known[0].numel() < floats or known[1].numel() < counters:
+        known = _workspaces[device, stream] = new()
+    return known

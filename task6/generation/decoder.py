@@ -8,6 +8,7 @@ from common.inputs import expect
 from task4.prefill import fast_attention
 from task5.ladder import append_rope, decode_attention
 from task6.generation.elementwise import add_rms_norm, swiglu
+from task6.generation.graph import capture
 from task6.generation.parallel import Group
 from task6.generation.product import MAX_ROWS, product
 from task6.generation.weights import Weights, expect_room
@@ -103,7 +104,7 @@ class Decoder:
                 f"a step needs a prompt and a position that is left; {self.filled} of {self.max_seq_len} are filled"
             )
         if self.tokens.is_cuda and self._graph is None:
-            self._capture()
+            self._graph = capture(self._step, self.tokens, self.lengths)
         if self._graph is None:
             self._step()
         else:
@@ -129,20 +130,6 @@ class Decoder:
     def _step(self) -> None:
         self.lengths += 1
         self._forward(self.tokens)
-
-    def _capture(self) -> None:
-        kept = self.tokens.clone(), self.lengths.clone()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._step()  # whatever is allocated or compiled by a first call; its key is written again
-        torch.cuda.current_stream().wait_stream(stream)
-        self.tokens.copy_(kept[0])
-        self.lengths.copy_(kept[1])
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
-        self._graph = graph
 
     def _forward(self, tokens: Tensor) -> None:
         """Logits and the next token of each sequence, after these ``(batch, seq)``; lengths include them."""
