@@ -25,7 +25,7 @@ def test_task_4s_tiles_compile_and_do_not_spill(dtype):
         for tile in tiles:
             compiled = compile_variant(Variant(*tile, head_dim, dtype), ARCH)
             assert compiled.code.code[:4] == b"\x7fELF"
-            assert 0 < compiled.registers < 255
+            assert 0 < compiled.registers <= 255  # of a thread at most; 254 and 255 were both seen
             assert compiled.spill_stores == compiled.spill_loads == 0
 
 
