@@ -8,6 +8,11 @@ from torch.nn import functional as F
 
 from common.inputs import check_head_split, expect
 
+# BEGIN STAFF
+from common.products import linear_of
+
+# END STAFF
+
 
 def _third(whole: str, i: int) -> property:
     """The i-th of the three tensors stacked in the parameter ``whole``, as a view; None where the layer has none."""
@@ -46,6 +51,9 @@ class AttentionLayer(nn.Module):
 
     w_q, w_k, w_v = (_third("w_qkv", i) for i in range(3))
     b_q, b_k, b_v = (_third("b_qkv", i) for i in range(3))
+    # BEGIN STAFF
+    _linear_qkv = _linear_o = staticmethod(F.linear)
+    # END STAFF
 
     def __init__(
         self,
@@ -59,6 +67,10 @@ class AttentionLayer(nn.Module):
         b_k: Tensor | None = None,
         b_v: Tensor | None = None,
         b_o: Tensor | None = None,
+        # BEGIN STAFF
+        *,
+        products: str = "torch",  # or "tensor cores", for float32 on a Hopper: common.products.TensorCoreLinear
+        # END STAFF
     ) -> None:
         super().__init__()
         self.hidden_dim = hidden_dim
@@ -80,6 +92,10 @@ class AttentionLayer(nn.Module):
         self.b_qkv = _parameter(b_qkv)
         self.w_o = _parameter(w_o)
         self.b_o = _parameter(b_o)
+        # BEGIN STAFF
+        if products != "torch":
+            self._linear_qkv, self._linear_o = linear_of(products), linear_of(products)
+        # END STAFF
 
     def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``x (batch, seq, hidden_dim)`` to q, k, v of the same shape: slices of one tensor, 3 * hidden_dim wide.
@@ -89,12 +105,16 @@ class AttentionLayer(nn.Module):
         """
         w = self.w_qkv
         expect("x", x, shape=("batch", "seq", self.hidden_dim), dtype=w.dtype, device=w.device)
-        q, k, v = F.linear(x, w, self.b_qkv).chunk(3, dim=-1)
+        # BEGIN STAFF, for students: q, k, v = F.linear(x, w, self.b_qkv).chunk(3, dim=-1)
+        q, k, v = self._linear_qkv(x, w, self.b_qkv).chunk(3, dim=-1)
+        # END STAFF
         return q, k, v
 
     def project_output(self, o: Tensor) -> Tensor:
         """``o @ w_o.T + b_o`` for the concatenated heads ``o (batch, seq, hidden_dim)``."""
-        return F.linear(o, self.w_o, self.b_o)
+        # BEGIN STAFF, for students: return F.linear(o, self.w_o, self.b_o)
+        return self._linear_o(o, self.w_o, self.b_o)
+        # END STAFF
 
 
 def _parameter(value: Tensor | None) -> nn.Parameter | None:

@@ -26,8 +26,9 @@ def compile_main(file: str, *sources: str) -> None:
 
 
 def main() -> int:
-    """Build every kernel of every task; the exit status."""
-    return _main(sorted(builder.ROOT.glob("task*/**/*.cu")), "python -m common.build", skip=True)
+    """Build every kernel of every task, and those that tasks share; the exit status."""
+    sources = (p for at in ("task*/**/*.cu", "common/*/*.cu") for p in builder.ROOT.glob(at))
+    return _main(sorted(sources), "python -m common.build", skip=True)
 
 
 def _main(sources: Sequence[Path], program: str, *, skip: bool = False) -> int:

@@ -37,6 +37,7 @@ LEFT_OUT = (
     "common/check/hard_inputs.py",
     "common/check/launches.py",
     "common/check/loss.py",
+    "common/products/",  # float32 products on tensor cores, an option of common/layer.py
     "common/record/chart.py",
     "common/record/typed.py",
     "common/timing/peers.py",

@@ -174,3 +174,37 @@ def test_q_k_and_v_are_slices_of_one_product(rng, bias):
     assert len(storages) == 1
     assert q.shape == k.shape == v.shape == x.shape
     assert q.stride() == k.stride() == v.stride() == (5 * 3 * HIDDEN, 3 * HIDDEN, 1)
+
+
+@pytest.mark.parametrize(
+    "change", [None, copy.deepcopy, to_meta_and_back, saved_and_loaded, assigned]
+)
+def test_products_on_tensor_cores_are_an_option_without_a_trace(rng, change):
+    hidden = HIDDEN if rng.device.type == "cpu" else 1024
+    weights = [rng.randn(hidden, hidden, scale=hidden**-0.5) for _ in range(4)]
+    b_o = rng.randn(hidden)
+    plain = AttentionLayer(*weights, hidden, HEADS if hidden == HIDDEN else 8, b_o=b_o)
+    layer = AttentionLayer(
+        *weights, hidden, HEADS if hidden == HIDDEN else 8, b_o=b_o, products="tensor cores"
+    )
+    assert layer.state_dict().keys() == plain.state_dict().keys()
+    x = rng.randn(2, 700, hidden)
+    layer.project_qkv(x)
+    if change:
+        layer = change(layer)
+    exact = plain.double()
+    for got, theirs, truth in zip(
+        (*layer.project_qkv(x), layer.project_output(x)),
+        (*F.linear(x, layer.w_qkv).chunk(3, -1), F.linear(x, layer.w_o, b_o)),
+        (*exact.project_qkv(x.double()), exact.project_output(x.double())),
+        strict=True,
+    ):
+        assert_close(got, truth, theirs, axes=("batch", "row", "column"))
+
+
+def test_products_have_a_name(rng):
+    weights = [rng.randn(HIDDEN, HIDDEN) for _ in range(4)]
+    with pytest.raises(
+        ValueError, match="products must be 'torch' or 'tensor cores'; got 'precise'"
+    ):
+        AttentionLayer(*weights, HIDDEN, HEADS, products="precise")

@@ -5,6 +5,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.inputs import expect
+from common.products import linear_of
+from common.products.fp32 import can_split
 from task4.prefill import fast_attention
 from task5.ladder import append_rope, decode_attention
 from task6.generation.elementwise import add_rms_norm, swiglu
@@ -13,6 +15,8 @@ from task6.generation.parallel import Group
 from task6.generation.product import MAX_ROWS, product
 from task6.generation.weights import Weights, expect_room
 from task6.rope import RoPE
+
+MATRICES = ("qkv", "o", "gate_up", "down")  # of a layer
 
 
 class Decoder:
@@ -25,6 +29,9 @@ class Decoder:
         group: the processes that share the model; None: this one alone.
         fused: whether a step's products are :func:`task6.generation.product.product`, for batches up to 16; None: on a
             GPU. The CPU layer takes long for them.
+        products: a prompt's: "torch", or "tensor cores" for float32 products as
+            :class:`common.products.TensorCoreLinear` computes them on a Hopper. It keeps the weights of the layers a
+            second time, in two parts of 16 bits.
 
     Attributes:
         tokens: int64 ``(batch, 1)``, the newest token of each sequence.
@@ -33,8 +40,9 @@ class Decoder:
         k_cache, v_cache: ``(layers, batch, max_seq_len, kv_heads, head_dim)``.
 
     Raises:
-        ValueError: sizes that are not positive.
-        NotEnoughMemory: the cache does not fit on the device; nothing was allocated.
+        ValueError: sizes that are not positive, or other ``products``.
+        NotEnoughMemory: the cache, or the second copy of the weights, does not fit on the device; nothing was
+            allocated.
     """
 
     def __init__(
@@ -45,13 +53,21 @@ class Decoder:
         *,
         group: Group | None = None,
         fused: bool | None = None,
+        products: str = "torch",
     ) -> None:
         if batch < 1 or max_seq_len < 2:
             raise ValueError(
                 f"batch must be at least 1 and max_seq_len 2; got {batch} and {max_seq_len}"
             )
         c, w = weights.config, weights.embedding
-        expect_room("the keys and values", c.cache(batch, max_seq_len), w.dtype, w.device)
+        self._linear = [{name: linear_of(products) for name in MATRICES} for _ in weights.layers]
+        what, elements = "the keys and values", c.cache(batch, max_seq_len)
+        if products == "tensor cores" and can_split(w.dtype, w.device):
+            what += " and the weights in two parts"
+            elements += sum(
+                getattr(layer, name).numel() for layer in weights.layers for name in MATRICES
+            )
+        expect_room(what, elements, w.dtype, w.device)
         self.weights, self.config, self.batch, self.max_seq_len = weights, c, batch, max_seq_len
         place = dict(device=w.device, dtype=w.dtype)
         shape = (c.layers, batch, max_seq_len, c.kv_heads, c.head_dim)
@@ -159,17 +175,18 @@ class Decoder:
             x += self.group.sum(product(y, w))
 
     def _many_rows(self, x: Tensor, seq: int) -> None:
-        """A prompt: PyTorch's products."""
+        """A prompt: the products that the decoder was given."""
         w, eps = self.weights, self.config.eps
         normed, delta = torch.empty_like(x), None
-        for i, layer in enumerate(w.layers):
+        for i, (layer, linear) in enumerate(zip(w.layers, self._linear, strict=True)):
             add_rms_norm(x, delta, layer.attention_norm, normed, eps)
-            delta = self.group.sum(self._attention(i, normed @ layer.qkv.T) @ layer.o.T)
+            o = self._attention(i, linear["qkv"](normed, layer.qkv))
+            delta = self.group.sum(linear["o"](o, layer.o))
             add_rms_norm(x, delta, layer.mlp_norm, normed, eps)
-            both = normed @ layer.gate_up.T
+            both = linear["gate_up"](normed, layer.gate_up)
             inner = torch.empty(len(x), self.config.inner, dtype=x.dtype, device=x.device)
             swiglu(both, inner)
-            delta = self.group.sum(inner @ layer.down.T)
+            delta = self.group.sum(linear["down"](inner, layer.down))
         last = slice(seq - 1, None, seq)  # only the last position's logits are needed
         x, delta, normed = x[last], delta[last], normed[: self.batch]
         add_rms_norm(x, delta, w.norm, normed, eps)
