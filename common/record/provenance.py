@@ -113,6 +113,9 @@ _WRITTEN = (
     "task5/ladder/RESULTS.md",
     "task5/ladder/table.json",
     "task5/ladder/*.png",
+    "task6/generation/RESULTS.md",
+    "task6/generation/table.json",
+    "task6/generation/*.png",
     # END STAFF
 )
 

@@ -1,48 +1,68 @@
-"""Times a decoder: ``python -m task6.generation``. See README.md beside this file."""
+"""Times generation: ``python -m task6.generation``, or ``python -m task6.test --config NAME``. See README.md."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from common.build import BuildError
 from common.check.case import device_of
-from common.memory import NotEnoughMemory, gib
-from common.timing.reference import reference
+from common.memory import NotEnoughMemory
+from common.products import PRODUCTS
+from common.record.grid import Grid
+from common.timing import IMPOSSIBLE, ImpossibleRate, reference
+from task6.generation import bars, endurance, plot, table
+from task6.generation.benchmark import DTYPES, Case, Found, prepare, run
 from task6.generation.config import CONFIGS, find_config
-from task6.generation.decoder import Decoder
-from task6.generation.measure import PROFILED, measure, profile_steps
 from task6.generation.parallel import Group, LostProcess, processes
-from task6.generation.weights import Weights
+from task6.generation.peers import COMPILED, PEERS, Make, compiled
+from task6.generation.record import Record, Tables, Times, load, origin, save
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-ROWS = 15  # of a profile
+# Any of these on the command line of task6.test means this command.
+OPTIONS = (
+    "--config",
+    "--batch",
+    "--prompt",
+    "--new-tokens",
+    "--dtype",
+    "--products",
+    "--profile",
+    "--compiled",
+)
+TEXT = 1000  # new tokens of a text, for --tokens on a GPU
 
 console = Console(
-    width=None if sys.stdout.isatty() else 120, highlight=False, emoji=False, markup=False
+    width=None if sys.stdout.isatty() else 200, highlight=False, emoji=False, markup=False
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; 0 if it ran."""
-    options = _parse(argv)
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m task6.generation") -> int:
+    """The command; 0 if it ran and all bars that were asked for are met."""
+    options = _parse(argv, prog)
     try:
         return _run(options)
-    except (ValueError, NotEnoughMemory, BuildError, LostProcess) as error:
-        console.print(f"task6.generation: {error}")
+    except (ValueError, NotEnoughMemory, BuildError, LostProcess, ImpossibleRate) as error:
+        if not isinstance(error, ValueError) or _rank() == 0:  # all processes have the same input
+            console.print(f"task6.generation: {error}")
         return 1
     except KeyboardInterrupt:
         console.print("\ninterrupted")
         return 130
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def asked_for(words: Sequence[str]) -> bool:
+    """Whether a command line of ``task6.test`` is one for this command."""
+    return any(word.split("=")[0] in OPTIONS for word in words)
+
+
+def _parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m task6.generation",
-        description="Time a model with random weights: the time to the first token, and between tokens.",
+        prog=prog,
+        description="Time a model with random weights, the decoder beside task 6's model and Hugging Face's: the time"
+        " to the first token, and between tokens. torchrun -m task6.generation shares the model among processes.",
     )
     add, names = parser.add_argument, ", ".join(CONFIGS)
     cuda = torch.cuda.is_available()
@@ -51,90 +71,193 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=int, default=4, metavar="N", help="sequences; default: %(default)s")
     add("--prompt", type=int, default=1024 if cuda else 64, metavar="N",
         help="tokens of each prompt; default: %(default)s")
-    add("--new-tokens", type=int, default=100 if cuda else 20, metavar="N", help="default: %(default)s")
+    add("--new-tokens", type=int, metavar="N",
+        help=f"of each sequence; default: {100 if cuda else 20}, with --tokens {TEXT if cuda else 20} at a time")
     add("--dtype", default="bfloat16" if cuda else "float32", choices=DTYPES,
         help="of weights and cache; default: %(default)s")
+    add("--products", default="torch", choices=PRODUCTS, help="of a prompt in float32; default: %(default)s")
     add("--device", default="cuda" if cuda else "cpu", choices=("cpu", "cuda"), help="default: %(default)s")
     add("--profile", action="store_true", help="also where the time of a step goes, kernel by kernel")
+    add("--compiled", action="store_true",
+        help=f"also {COMPILED}, which compiles for a minute; with --bars for llama-3.2-1b")
     add("--seed", type=int, default=0, metavar="N", help="of the weights and the prompt; default: %(default)s")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--bars", action="store_true",
+        help="time the cases that have bars, whatever the options above, say which are met, and write RESULTS.md and"
+        " its picture; needs a GPU. With torchrun: the bar for several GPUs")
+    group.add_argument("--tokens", type=int, metavar="N",
+        help="generate so many tokens for each sequence, twice, and look for growth in memory")
+    group.add_argument("--render", action="store_true", help="only write RESULTS.md and the picture from table.json")
     # fmt: on
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.tokens is not None and options.tokens < 1:
+        parser.error(f"--tokens must be at least 1; got {options.tokens}")
+    if options.device == "cuda" and not cuda:
+        parser.error("--device cuda: PyTorch sees no GPU here")
+    if options.new_tokens is None:
+        text = min(TEXT, max(2, options.tokens)) if options.tokens else 100
+        options.new_tokens = text if cuda else 20
+    return options
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.render:
+        return _render(load())
+    case = Case(
+        options.config, options.batch, options.prompt, options.new_tokens, options.dtype, options.products
+    )  # fmt: skip
+    world, cuda = int(os.environ.get("WORLD_SIZE", "1")), options.device == "cuda"
+    if cuda and (local := int(os.environ.get("LOCAL_RANK", "0"))) >= torch.cuda.device_count():
+        raise ValueError(
+            f"each process needs a GPU of its own: there are {torch.cuda.device_count()}; got process {local}"
+        )
+    find_config(bars.COURSE.config if options.bars else case.config).share(world)
     with processes(device_of(options.device)) as group:
-        return _time(options, group)
+        options.device = device_of(options.device)  # each process has its own GPU now
+        if options.tokens:
+            return _endurance(case, options, group)
+        if options.bars:
+            return _bars(options, group)
+        return _time(case, options, group)
 
 
-def _time(options: argparse.Namespace, group: Group) -> int:
-    config, device = find_config(options.config), device_of(options.device)
-    for name in ("batch", "prompt", "new_tokens"):
-        if getattr(options, name) < 1:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} must be at least 1; got {getattr(options, name)}")
-    torch.manual_seed(options.seed)
-    weights = Weights.random(config, device=device, dtype=DTYPES[options.dtype], group=group)
-    length = options.prompt + options.new_tokens + PROFILED
-    decoder = Decoder(weights, options.batch, length, group=group)
-    prompt = torch.randint(config.vocab, (options.batch, options.prompt), device=device)
-    speed = measure(decoder, prompt, options.new_tokens)
-    found = profile_steps(decoder, prompt) if options.profile else []
+def _time(case: Case, options: argparse.Namespace, group: Group) -> int:
+    """Time one case, and print it."""
+    asked = dict(profile=options.profile, seed=options.seed, peers=_peers(options, group))
+    found = run(case, device=options.device, group=group, **asked)
     if group.rank > 0:
         return 0
-
-    console.print(
-        f"{options.config}: {config.layers} layers, hidden {config.hidden}, {config.heads}/{config.kv_heads} heads of"
-        f" {config.head_dim}, vocabulary {config.vocab:,}; {config.weights:,} weights in {options.dtype}, random."
-        f" Batch {options.batch}, prompt {options.prompt}, {options.new_tokens} new tokens."
-        + f" Shared by {group.world} processes."
-        * (group.world > 1)
-    )
-    console.print(f"It begins with {' '.join(map(str, speed.tokens[0, :12].tolist()))}.")
-    rows = [
-        ("time to first token", f"{speed.ttft:.4g} ms"),
-        ("time between tokens, median", f"{speed.tbt:.4g} ms"),
-        *((f"{p} % of them within", f"{speed.percentile(p):.4g} ms") for p in (90, 99)),
-        ("tokens per second", f"{1e3 * options.batch / speed.tbt:,.4g}"),
-        ("weights and cache, once per step", gib(speed.bytes)),
-        ("read at", f"{speed.gb_per_s:,.4g} GB/s"),
-    ]
-    if device.type == "cuda":
-        floor = speed.bytes / reference().read_gb_per_s / 1e6
-        held = (
-            config.weights + config.cache(options.batch, decoder.max_seq_len)
-        ) * weights.embedding.element_size()
-        rows += [
-            ("the floor, at the bandwidth of a pure read", f"{floor:.4g} ms"),
-            ("time between tokens, in units of it", f"{speed.tbt / floor:.3f}"),
-            ("memory, relative to weights and cache", f"{speed.peak / held:.3f}"),
-        ]
-    _print(("", ""), rows)
-    if options.profile:
-        total = sum(took for _, _, took in found)
-        what = "kernel" if device.type == "cuda" else "operator"
-        shown = [
-            (name[:70], f"{calls:g}", f"{1e3 * took:.1f}", f"{took / total:.1%}")
-            for name, calls, took in found[:ROWS]
-        ]
-        if len(found) > ROWS:
-            rest = sum(took for _, _, took in found[ROWS:])
-            shown.append(
-                (f"{len(found) - ROWS} others", "", f"{1e3 * rest:.1f}", f"{rest / total:.1%}")
-            )
-        _print((what, "calls per step", "us per step", "share"), shown)
-        if device.type == "cpu":
-            console.print("Our own kernels, which the CPU layer runs, are not among them.")
+    _describe(found)
+    read = reference().read_gb_per_s if options.device.type == "cuda" else None
+    _print(found, read)
+    if options.profile and read is None:
+        table.operators(found).print(console)
+        console.print("Our own kernels, which the CPU layer runs, are not among them.")
     return 0
 
 
-def _print(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(box=None, pad_edge=False, show_header=any(header))
-    for i, name in enumerate(header):
-        table.add_column(name, justify="right" if i else "left")
-    for row in rows:
-        table.add_row(*row)
+def _bars(options: argparse.Namespace, group: Group) -> int:
+    """Time all cases that have bars, print the bars, and keep what was found."""
+    if options.device.type == "cpu":
+        if group.rank == 0:
+            console.print("the bars need a GPU")
+        return 0
+    if group.world > 1:
+        return _shared_bars(options, group)
+    times = Times(origin("cuda", options.seed), reference().read_gb_per_s)
+    for case in bars.CASES:
+        with console.status(f"timing {case}"):
+            peers = _peers(options, group)
+            if case != bars.LLAMA:
+                peers.pop(COMPILED, None)  # a minute for each of the larger models
+            profile = case.products == "torch"  # the steps are the same
+            found = run(case, peers=peers, profile=profile, seed=options.seed)
+        _describe(found)
+        _print(found, times.read_gb_per_s)
+        times.found.append(found)
+    return _judge(times, "bars")
+
+
+def _shared_bars(options: argparse.Namespace, group: Group) -> int:
+    """The course's model on all GPUs, then on the first alone, in one run."""
+    asked = dict(device=options.device, seed=options.seed)
+    together = run(bars.COURSE, group=group, **asked)
+    alone = run(bars.COURSE, **asked) if group.rank == 0 else None
+    group.sum(torch.zeros(1, device=options.device)).item()  # the others wait for the first
+    if alone is None:
+        return 0
+    times = Times(origin("cuda", options.seed), reference().read_gb_per_s, [alone, together])
+    for found in times.found:
+        _print(found, times.read_gb_per_s)
+    return _judge(times, str(group.world))
+
+
+def _judge(times: Times, name: str) -> int:
+    """Print the bars, and keep the run: under the name of the record's field, or the number of GPUs."""
+    grid = bars.grid(times)
     console.print()
-    console.print(table)
+    console.print(table.bandwidth(times))
+    grid.print(console)
+    record = load()
+    if name == "bars":
+        record.bars = times
+    else:
+        record.shared[name] = times
+    save(record)
+    _render(record)
+    return 0 if all(grid.bars) else 1
+
+
+def _endurance(case: Case, options: argparse.Namespace, group: Group) -> int:
+    """Many tokens; on a GPU what was found is kept."""
+    decoder, _ = prepare(case, options.device, options.seed, group)
+    say = console.print if group.rank == 0 else lambda line: None
+    say(f"{case}, {case.new_tokens} new tokens at a time")
+    found = endurance.run(decoder, case.prompt, case.new_tokens, options.tokens, options.seed, say)
+    if group.rank > 0:
+        return 0
+    found.title = f"{case}: {found.title}"
+    found.print(console)
+    if options.device.type == "cuda" and group.world == 1:
+        record = load()
+        record.tokens = Tables(origin("cuda", options.seed), [found])
+        save(record)
+        _render(record)
+    return 0 if all(found.bars) else 1
+
+
+def _peers(options: argparse.Namespace, group: Group) -> dict[str, Make]:
+    """What the decoder is compared with; several processes compare it with nothing."""
+    if group.world > 1:
+        return {}
+    return PEERS | ({COMPILED: compiled} if options.compiled else {})
+
+
+def _describe(found: Found) -> None:
+    c = find_config(found.case.config)
+    console.print(
+        f"\n{found.case.config}: {c.layers} layers, hidden {c.hidden}, {c.heads}/{c.kv_heads} heads of {c.head_dim},"
+        f" vocabulary {c.vocab:,}; {c.weights:,} weights in {found.case.dtype}, random."
+        + f" Shared by {found.world} processes."
+        * (found.world > 1)
+    )
+    console.print(f"It begins with {' '.join(map(str, found.begins))}.")
+
+
+def _print(found: Found, read_gb_per_s: float | None) -> None:
+    """The times, what is missing, the memory, and the parts of a step.
+
+    Raises:
+        ImpossibleRate: a step was faster than its bytes can be read.
+    """
+    table.side_by_side(found, read_gb_per_s).print(console)
+    console.print("\n".join(table.left_out(found)))
+    if read_gb_per_s is None:
+        return
+    step, floor = found.ours.between.median_ms, found.floor(read_gb_per_s)
+    if floor > IMPOSSIBLE * step:
+        raise ImpossibleRate(
+            f"{found.case}: {step:.4g} ms for a step is impossible: its bytes take {floor:.4g} ms"
+        )
+    parts: Grid = table.step_parts(found, read_gb_per_s)
+    if parts.rows:
+        parts.print(console)
+
+
+def _render(record: Record) -> int:
+    """RESULTS.md and the picture, from the record."""
+    try:
+        if record.bars:
+            plot.draw(record.bars)
+    except ModuleNotFoundError as error:
+        console.print(plot.MISSING if error.name == "matplotlib" else str(error))
+    table.write(record)
+    console.print("written: task6/generation/RESULTS.md")
+    return 0
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
 
 
 if __name__ == "__main__":

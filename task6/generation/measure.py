@@ -1,84 +1,79 @@
-"""How fast a decoder is: time to first token, time between tokens, and where a step's time goes."""
+"""How fast a generator is: the time to the first token, and between tokens."""
 
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
+from common.timing import Timing
 from task6.generation.decoder import Decoder
 
-PROMPTS = 3  # how often the prompt is timed
-PROFILED = 10  # steps
+ROUNDS = 3  # in each of them every side has a prompt and the tokens after it
+
+
+class Generator(Protocol):
+    """What generates a token after the other: the decoder, and what it is compared with."""
+
+    def prefill(self, prompt: Tensor) -> Tensor:
+        """Begin anew with ``(batch, seq)``; the first new tokens, int64 ``(batch, 1)``."""
+
+    def step(self) -> Tensor:
+        """The next tokens, int64 ``(batch, 1)``."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What was measured: milliseconds, for the whole batch."""
+    """What was measured, for the whole batch: the time to the first token, and between tokens."""
 
-    first: list[float]  # time to the first token, of each prompt
-    between: list[float]  # time between tokens, of each step
-    bytes: float  # a step reads at least: the weights, and the cache of half of the new tokens
-    peak: int  # bytes that were allocated at most, or 0 where it is not known
-    tokens: Tensor  # int64 (batch, new tokens)
+    first: Timing
+    between: Timing
+    p99_ms: float  # of the time between tokens
 
-    @property
-    def ttft(self) -> float:
-        """Median time to the first token."""
-        return statistics.median(self.first)
-
-    @property
-    def tbt(self) -> float:
-        """Median time between tokens."""
-        return statistics.median(self.between)
-
-    def percentile(self, percent: int) -> float:
-        """Of the time between tokens."""
-        ordered = sorted(self.between)
-        return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
-
-    @property
-    def gb_per_s(self) -> float:
-        """Of weights and cache."""
-        return self.bytes / self.tbt / 1e6
+    @classmethod
+    def of(cls, first: list[float], between: list[float]) -> "Speed":
+        """From single times in milliseconds."""
+        times = torch.tensor(between, dtype=torch.float64)
+        return cls(Timing.of(first), Timing.of(between), torch.quantile(times, 0.99).item())
 
 
-def measure(decoder: Decoder, prompt: Tensor, new_tokens: int) -> Speed:
-    """Generate from a prompt, and time it: first without a clock, so that all is compiled and captured.
+def generate(side: Generator, prompt: Tensor, new_tokens: int) -> Tensor:
+    """The new tokens, int64 ``(batch, new_tokens)``."""
+    tokens = [side.prefill(prompt).clone()]  # a step may overwrite what the one before returned
+    tokens += [side.step().clone() for _ in range(new_tokens - 1)]
+    return torch.cat(tokens, dim=1)
+
+
+def measure(
+    sides: Mapping[str, Generator], prompt: Tensor, new_tokens: int, *, rounds: int = ROUNDS
+) -> dict[str, Speed]:
+    """Time each side on the same prompt, interleaved. Each must have generated before: what it compiles is not timed.
+
+    The time to the first token is what a user waits for, by the wall clock. Between tokens it is the time between CUDA
+    events behind each step: the host's work counts where the GPU waits for it.
 
     Args:
-        decoder: for ``prompt``'s batch.
+        sides: by name.
         prompt: token ids, int64 ``(batch, seq)``.
         new_tokens: how many, at least 2.
+        rounds: how often.
 
     Raises:
-        ValueError: as :meth:`Decoder.generate`.
+        ValueError: fewer new tokens; or as the side's ``prefill``.
     """
     if new_tokens < 2:
         raise ValueError(
             f"two tokens or more have a time between them; got new_tokens {new_tokens}"
         )
-    tokens = decoder.generate(prompt, new_tokens)
-    cuda = prompt.is_cuda
-    first = [_timed(lambda: decoder.prefill(prompt), cuda) for _ in range(PROMPTS)]
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(new_tokens)]
-        events[0].record()
-        for event in events[1:]:
-            decoder.step()
-            event.record()
-        torch.cuda.synchronize()
-        between = [a.elapsed_time(b) for a, b in zip(events[:-1], events[1:], strict=True)]
-    else:
-        between = [_timed(decoder.step, cuda) for _ in range(new_tokens - 1)]
-    peak = torch.cuda.max_memory_allocated() if cuda else 0
-    return Speed(
-        first, between, step_bytes(decoder, prompt.shape[1] + new_tokens / 2), peak, tokens
-    )
+    samples = {name: ([], []) for name in sides}
+    for turn in range(rounds):
+        for name in sides if turn % 2 == 0 else reversed(list(sides)):
+            first, between = samples[name]
+            first.append(_timed(lambda side=sides[name]: side.prefill(prompt), prompt.is_cuda))
+            between += _steps(sides[name], new_tokens - 1, prompt.is_cuda)
+    return {name: Speed.of(*times) for name, times in samples.items()}
 
 
 def step_bytes(decoder: Decoder, length: float) -> float:
@@ -89,29 +84,21 @@ def step_bytes(decoder: Decoder, length: float) -> float:
     return read * w.embedding.element_size()
 
 
-def profile_steps(decoder: Decoder, prompt: Tensor) -> list[tuple[str, float, float]]:
-    """Where the time of a step goes: ``(kernel or operator, calls per step, milliseconds per step)``, longest first.
-
-    On a GPU these are kernels, on a CPU PyTorch's operators, each without those that it calls.
-    """
-    decoder.generate(prompt, 2)
-    cuda = prompt.is_cuda
-    activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
-    with profile(activities=[activity]) as profiler:
-        for _ in range(PROFILED):
-            decoder.step()
-        if cuda:
-            torch.cuda.synchronize()
-    rows = []
-    for event in profiler.key_averages():
-        took = event.self_device_time_total if cuda else event.self_cpu_time_total
-        if took > 0:
-            rows.append((event.key, event.count / PROFILED, took / PROFILED / 1e3))
-    return sorted(rows, key=lambda row: -row[2])
+def _steps(side: Generator, number: int, cuda: bool) -> list[float]:
+    """Milliseconds of each."""
+    if not cuda:
+        return [_timed(side.step, cuda) for _ in range(number)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]
+    events[0].record()
+    for event in events[1:]:
+        side.step()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in zip(events[:-1], events[1:], strict=True)]
 
 
 def _timed(run: Callable[[], object], cuda: bool) -> float:
-    """Milliseconds, by the wall clock: what a user waits for."""
+    """Milliseconds by the wall clock."""
     if cuda:
         torch.cuda.synchronize()
     begin = time.perf_counter()

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.memory import NotEnoughMemory
 from task6.generation import CONFIGS, Config, Decoder, Weights, find_config
-from task6.generation.__main__ import main
 from task6.generation.elementwise import add_rms_norm, swiglu
-from task6.generation.measure import measure
+from task6.generation.peers import llama
 from task6.model import count_weights, customModel, generate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,39 +48,12 @@ def test_weights_are_held_once():
     assert weights.config.weights == count_weights(128, 3, 61)
 
 
-def llama(config):
-    """transformers' Llama with the same weights."""
-    torch.manual_seed(1)
-    weights = Weights.random(config, device=DEVICE)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab, hidden_size=config.hidden, intermediate_size=config.inner,
-            num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
-            head_dim=config.head_dim, rms_norm_eps=config.eps, rope_theta=config.rope_base,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_base},
-            tie_word_embeddings=config.tied, max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
-        )
-    ).to(DEVICE).eval()  # fmt: skip
-    state = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
-    kv = config.kv_heads * config.head_dim
-    for i, layer in enumerate(weights.layers):
-        q, k, v = layer.qkv.split((config.heads * config.head_dim, kv, kv))
-        gate, up = layer.gate_up.chunk(2)
-        names = {
-            "input_layernorm": layer.attention_norm, "self_attn.q_proj": q, "self_attn.k_proj": k,
-            "self_attn.v_proj": v, "self_attn.o_proj": layer.o, "post_attention_layernorm": layer.mlp_norm,
-            "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": layer.down,
-        }  # fmt: skip
-        state |= {f"model.layers.{i}.{name}.weight": t for name, t in names.items()}
-    state["lm_head.weight"] = weights.lm_head
-    model.load_state_dict(state)
-    return weights, model
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_grouped_heads_equal_transformers_llama(tied):
     config = Config(**{**SMALL.__dict__, "tied": tied})
-    weights, model = llama(config)
+    torch.manual_seed(1)
+    weights = Weights.random(config, device=DEVICE)
+    model = llama(weights)
     prompt = torch.randint(config.vocab, (2, 9), device=DEVICE)
     decoder = Decoder(weights, 2, 64)
     got = decoder.generate(prompt, 30)
@@ -142,35 +113,6 @@ def test_configurations():
         Config(1, 256, 4, 3, 64, 64, 10)
     with pytest.raises(ValueError, match="head_dim must be one of"):
         Config(1, 256, 4, 2, 96, 64, 10)
-
-
-def test_the_command(capsys):
-    small = ["--config", "tiny", "--batch", "2", "--prompt", "5", "--new-tokens", "6"]
-    assert main([*small, "--profile"]) == 0
-    shown = capsys.readouterr().out
-    for words in (
-        "time to first token",
-        "time between tokens, median",
-        "99 % of them",
-        "calls per step",
-    ):
-        assert words in shown
-    assert main(["--config", "gpt"]) == 1
-    assert "the configurations are tiny" in capsys.readouterr().out
-    assert main([*small, "--batch", "0"]) == 1
-    assert "--batch must be at least 1; got 0" in capsys.readouterr().out
-
-
-def test_a_speed():
-    decoder = Decoder(Weights.random(SMALL, device=DEVICE), 2, 30)
-    prompt = torch.randint(97, (2, 5), device=DEVICE)
-    speed = measure(decoder, prompt, 8)
-    assert len(speed.between) == 7 and speed.percentile(99) == max(speed.between)
-    assert torch.equal(speed.tokens, decoder.generate(prompt, 8))
-    # tied: the last product reads all of the embedding
-    assert speed.bytes == 4 * (SMALL.weights + 2 * 2 * 2 * 2 * 64 * (5 + 4))
-    with pytest.raises(ValueError, match="two tokens or more"):
-        measure(decoder, prompt, 1)
 
 
 def test_what_does_not_fit_is_not_allocated(monkeypatch):

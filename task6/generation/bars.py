@@ -1,0 +1,69 @@
+"""The bars: how fast generation has to be, beside the memory's speed.
+
+    course, batch 4, prompt 1,024      bfloat16         float32
+      time between tokens              3.4 ms           6.7 ms          and 1.12 x the floor
+      time to the first token          85 ms            450 ms
+                                                        (products on tensor cores)
+      memory                           1.05 x weights and cache
+      tokens                                            those of task 6's model
+    llama-3.2-1b, batch 1, context 1,024, bfloat16
+      time between tokens              0.7 ms
+    on 2 GPUs, on 4: time between tokens, relative to one    0.62, 0.40
+
+The floor is the time of a pure read, measured in the same run, of the weights and of the keys and values, each once.
+"""
+
+from dataclasses import replace
+
+from common.record.grid import Grid
+from task6.generation.benchmark import Case
+from task6.generation.peers import READABLE
+from task6.generation.record import Times
+
+COURSE = Case("course", 4, 1024, 100, "bfloat16")
+COURSE_FP32 = Case("course", 4, 1024, 100, "float32")
+TENSOR_CORES = replace(COURSE_FP32, products="tensor cores")
+LLAMA = Case("llama-3.2-1b", 1, 1024, 100, "bfloat16")
+CASES = (COURSE, COURSE_FP32, TENSOR_CORES, LLAMA)
+
+BETWEEN = {COURSE: 3.4, COURSE_FP32: 6.7, LLAMA: 0.7}  # ms
+FIRST = {COURSE: 85.0, TENSOR_CORES: 450.0}  # ms
+BY_FLOOR = {COURSE: 1.12, COURSE_FP32: 1.12}
+BY_HELD = {COURSE: 1.05, COURSE_FP32: 1.05}
+BY_ONE = {2: 0.62, 4: 0.40}  # by the number of GPUs
+
+
+def grid(times: Times) -> Grid:
+    """Each bar, what was found, and whether it is met."""
+    result = Grid("Bars", ["", "found", "bar", ""])
+    alone = {found.case: found for found in times.found if found.world == 1}
+    shared = len(alone) < len(times.found)
+
+    def judge(name: str, found: float, at_most: float | None, unit: str = "") -> None:
+        if at_most is not None:
+            add(name, f"{found:.4g}{unit}", f"at most {at_most:g}{unit}", found <= at_most)
+
+    def add(name: str, found: str, bar: str, met: bool) -> None:
+        result.bars.append(met)
+        result.rows.append([name, found, bar, "met" if met else "not met !"])
+
+    for found in times.found:
+        case, tbt = found.case, found.ours.between.median_ms
+        if found.world > 1:
+            one = alone[case].ours.between.median_ms
+            name = f"{case}: time between tokens on {found.world} GPUs, relative to one"
+            judge(name, tbt / one, BY_ONE.get(found.world))
+        elif not shared:
+            judge(f"{case}: time between tokens", tbt, BETWEEN.get(case), " ms")
+            floor = found.floor(times.read_gb_per_s)
+            judge(f"{case}: the same, relative to the floor", tbt / floor, BY_FLOOR.get(case))
+            first = found.ours.first.median_ms
+            judge(f"{case}: time to the first token", first, FIRST.get(case), " ms")
+            for what, peak in (("allocated", found.allocated), ("reserved", found.reserved)):
+                name = f"{case}: memory {what}, relative to weights and cache"
+                judge(name, peak / found.held, BY_HELD.get(case))
+            if case.dtype == "float32" and READABLE in found.same:
+                same, all_of = found.same[READABLE], case.new_tokens
+                name = f"{case}: tokens equal to those of {READABLE}"
+                add(name, f"{same} of {all_of}", "all", same == all_of)
+    return result

@@ -1,0 +1,88 @@
+"""The picture: the parts of a step, and how much of each is the time of a pure read. It needs matplotlib."""
+
+from pathlib import Path
+from typing import Any
+
+from task6.generation.breakdown import Part
+from task6.generation.record import FOLDER, Times
+from task6.generation.table import PICTURE, megabytes
+
+MISSING = "no picture: matplotlib is not installed (pip install matplotlib)"
+SMALL = 1 / 200  # of a step; smaller parts are drawn as one
+_READ, _REST, _UNKNOWN, _INK = "#1f4e79", "#a6c8e0", "#c9c9c9", "#1a1a1a"
+
+
+def draw(times: Times) -> Path | None:
+    """Draw what was measured, a panel for each case; the file, or None if there is nothing.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    founds = [found for found in times.found if found.parts]
+    if not founds:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    parts = [_drawn(found.parts) for found in founds]
+    heights = [len(some) + 2 for some in parts]
+    figure, axes = plt.subplots(
+        len(founds), 1, figsize=(12, 0.34 * sum(heights) + 0.8), dpi=110, layout="constrained",
+        height_ratios=heights, squeeze=False,
+    )  # fmt: skip
+    for axis, found, some in zip(axes[:, 0], founds, parts, strict=True):
+        _draw(axis, some, times.read_gb_per_s)
+        floor, step = found.floor(times.read_gb_per_s), found.ours.between.median_ms
+        profiled = sum(part.us for part in found.parts)
+        axis.set_title(
+            f"{found.case}: {1e3 * step:,.0f} us per step, {step / floor:.2f} x the floor of {1e3 * floor:,.0f};"
+            f" {profiled:,.0f} in the profiler",
+            fontsize=11, loc="left",
+        )  # fmt: skip
+    axes[-1, 0].set_xlabel("microseconds per step")
+    marks = [
+        Patch(color=_READ, label="time of a pure read of its bytes"),
+        Patch(color=_REST, label="beyond that"),
+        Patch(color=_UNKNOWN, label="bytes not counted"),
+    ]
+    axes[0, 0].legend(handles=marks, loc="lower right", frameon=False, fontsize=9)
+    gpu = times.run["machine"].get("gpu", "")
+    figure.suptitle(f"Where the time of a step goes, {gpu}", fontsize=13)
+    figure.savefig(FOLDER / PICTURE)
+    plt.close(figure)
+    return FOLDER / PICTURE
+
+
+def _drawn(parts: list[Part]) -> list[Part]:
+    """The parts, those that are too short to be seen as one; the longest first."""
+    least = SMALL * sum(part.us for part in parts)
+    large = [part for part in parts if part.us >= least]
+    if rest := [part for part in parts if part.us < least]:
+        large.append(Part(f"{len(rest)} others", "", 0, sum(part.us for part in rest)))
+    return large
+
+
+def _draw(axis: Any, parts: list[Part], read_gb_per_s: float) -> None:
+    longest, total = max(part.us for part in parts), sum(part.us for part in parts)
+    for y, part in enumerate(parts):
+        floor = part.floor(read_gb_per_s)
+        read = min(floor or 0.0, part.us)
+        axis.barh(y, read, color=_READ)
+        axis.barh(y, part.us - read, left=read, color=_UNKNOWN if floor is None else _REST)
+        text = f"{part.us:,.1f} us, {part.us / total:.1%}"
+        if part.calls > 1:
+            text += f"; {part.calls:g} x {part.us / part.calls:.2f}"
+        if floor:
+            text += f"; {megabytes(part)} MB, {floor / part.us:.0%} of a pure read"
+        place = dict(xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
+        axis.annotate(text, (part.us, y), color=_INK, **place)
+    axis.set_yticks(range(len(parts)), [part.name for part in parts])
+    axis.invert_yaxis()
+    axis.set_xlim(0, longest * 1.65)
+    axis.xaxis.set_major_formatter("{x:,.0f}")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axis.set_axisbelow(True)

@@ -1,0 +1,162 @@
+"""What was measured, as people read it: RESULTS.md between its markers, and the terminal's tables."""
+
+from collections.abc import Iterable
+
+from common.marked import replace, write_atomically
+from common.memory import gib
+from common.record import describe_run, sources_hash
+from common.record.grid import Grid
+from common.timing import Timing
+from task6.generation import bars
+from task6.generation.benchmark import Found
+from task6.generation.breakdown import Part
+from task6.generation.record import FOLDER, Record, Run, Times
+
+PICTURE = "step.png"
+STALE = "The decoder has changed since."
+NOT_YET = "Not measured yet: `{}`."
+BARS, TOKENS = "python -m task6.generation --bars", "python -m task6.generation --tokens 10000"
+SHARED = "torchrun --nproc-per-node 2 -m task6.generation --bars"
+
+
+def rendered(record: Record) -> str:
+    """The text of RESULTS.md.
+
+    Raises:
+        MarkerError: a marker is missing.
+    """
+    parts = {"bars": [NOT_YET.format(BARS), ""], "times": [NOT_YET.format(BARS), ""]}
+    parts["steps"] = [NOT_YET.format(BARS), ""]
+    parts["shared"] = [NOT_YET.format(SHARED), ""]
+    parts["tokens"] = [NOT_YET.format(TOKENS), ""]
+    if times := record.bars:
+        parts["bars"] = [bandwidth(times), "", *bars.grid(times).markdown(), *_run(times.run)]
+        parts["times"] = _joined(side_by_side(found, times.read_gb_per_s) for found in times.found)
+        parts["times"] += [line for found in times.found for line in left_out(found)]
+        picture = [f"![The parts of a step]({PICTURE})", ""] * (FOLDER / PICTURE).exists()
+        parts["steps"] = picture + _joined(step_parts(f, times.read_gb_per_s) for f in times.found)
+    if record.shared:
+        parts["shared"] = []
+        for _, times in sorted(record.shared.items()):
+            grids = [bars.grid(times)]
+            grids += [side_by_side(found, times.read_gb_per_s) for found in times.found]
+            parts["shared"] += [*_joined(grids), *_run(times.run)]
+    if record.tokens:
+        parts["tokens"] = _joined(record.tokens.grids) + _run(record.tokens.run)
+    text = (FOLDER / "RESULTS.md").read_text("utf-8")
+    return replace(text, "ladder", parts, file="task6/generation/RESULTS.md")
+
+
+def write(record: Record) -> None:
+    """Fill in RESULTS.md."""
+    write_atomically(FOLDER / "RESULTS.md", rendered(record))
+
+
+def side_by_side(found: Found, read_gb_per_s: float | None) -> Grid:
+    """The times of each side; the bandwidth of a pure read is known on a GPU."""
+    batch, shared = found.case.batch, f", on {found.world} GPUs" * (found.world > 1)
+    clock = f", SMs at {found.clock:,} MHz" if found.clock else ""
+    title = f"{found.case}, {found.case.new_tokens} new tokens{shared}{clock}; times in ms"
+    columns = [
+        "",
+        "first token",
+        "between tokens",
+        "10 to 90 %",
+        "99 %",
+        "x ours",
+        "tokens/s",
+        "GB/s",
+    ]
+    share = ["of a pure read"] if read_gb_per_s else []
+    grid = Grid(title, [*columns, *share, "the decoder's tokens"])
+    for name, speed in found.speeds.items():
+        tbt = speed.between
+        rate = found.read / tbt.median_ms / 1e6
+        row = [name, f"{speed.first.median_ms:.4g}", f"{tbt.median_ms:.4g}", _spread(tbt)]
+        row += [f"{speed.p99_ms:.4g}", f"{tbt.median_ms / found.ours.between.median_ms:.2f}"]
+        row += [f"{1e3 * batch / tbt.median_ms:,.0f}", f"{rate:,.4g}"]
+        row += [f"{rate / read_gb_per_s:.0%}"] if read_gb_per_s else []
+        same = found.same.get(name)
+        row.append("-" if same is None else f"{same} of {found.case.new_tokens}")
+        grid.rows.append(row)
+    if read_gb_per_s:
+        floor = found.floor(read_gb_per_s)
+        relative = f"{floor / found.ours.between.median_ms:.2f}"
+        row = ["floor", "", f"{floor:.4g}", "", "", relative, f"{1e3 * batch / floor:,.0f}"]
+        grid.rows.append([*row, f"{read_gb_per_s:,.4g}", "100%", "-"])
+    return grid
+
+
+def memory(found: Found) -> str:
+    """What the decoder took, beside what it has to."""
+    text = f"Weights and cache are {gib(found.held)}"
+    if not found.allocated:
+        return text + "."
+    peaks = [
+        f"{what} {gib(peak)} ({peak / found.held:.3f} x)"
+        for what, peak in (("allocated", found.allocated), ("reserved", found.reserved))
+    ]
+    return f"{text}; PyTorch's peak with the prompt: {', '.join(peaks)}."
+
+
+def left_out(found: Found) -> list[str]:
+    """What was not measured, and why; and the memory."""
+    lines = [f"- {found.case}: {name}: {reason}" for name, reason in found.left_out.items()]
+    return [*lines, f"- {found.case}: {memory(found)}", ""]
+
+
+def step_parts(found: Found, read_gb_per_s: float) -> Grid:
+    """The parts of a step, the longest first."""
+    total = sum(part.us for part in found.parts)
+    title = f"{found.case}: a step of {total:,.0f} us in the profiler, {_us(found)} without it"
+    columns = ["", "kernel", "calls", "us each", "us", "of the step", "MB", "of a pure read"]
+    grid = Grid(title, columns)
+    for part in found.parts:
+        floor = part.floor(read_gb_per_s)
+        grid.rows.append([
+            part.name, part.kernel if part.kernel != part.name else "",
+            f"{part.calls:g}" if part.calls else "", f"{part.us / part.calls:.2f}" if part.calls else "",
+            f"{part.us:,.1f}", f"{part.us / total:.1%}", megabytes(part) if floor else "",
+            f"{floor / part.us:.0%}" if floor and part.us else "",
+        ])  # fmt: skip
+    return grid
+
+
+def operators(found: Found, rows: int = 15) -> Grid:
+    """The parts of a step on a CPU: PyTorch's operators."""
+    total = sum(part.us for part in found.parts)
+    grid = Grid("", ["operator", "calls", "us", "of the step"])
+    shown = [(part.name, f"{part.calls:g}", part.us) for part in found.parts[:rows]]
+    if rest := found.parts[rows:]:
+        shown.append((f"{len(rest)} others", "", sum(part.us for part in rest)))
+    grid.rows = [[name, calls, f"{us:.1f}", f"{us / total:.1%}"] for name, calls, us in shown]
+    return grid
+
+
+def bandwidth(times: Times) -> str:
+    """What the floor follows from."""
+    return f"A pure read in the same run: {times.read_gb_per_s:,.0f} GB/s."
+
+
+def megabytes(part: Part) -> str:
+    """Of a part whose bytes are counted."""
+    return f"{part.bytes / 1e6:,.0f}" if part.bytes >= 1e7 else f"{part.bytes / 1e6:.2g}"
+
+
+def _us(found: Found) -> str:
+    return f"{1e3 * found.ours.between.median_ms:,.0f}"
+
+
+def _spread(timing: Timing) -> str:
+    return f"{timing.p10_ms:.4g} to {timing.p90_ms:.4g}"
+
+
+def _joined(grids: Iterable[Grid]) -> list[str]:
+    return [line for grid in grids if grid.rows for line in grid.markdown()]
+
+
+def _run(run: Run) -> list[str]:
+    """Which run figures are from."""
+    sources = run["sources"]
+    stale = sources_hash(sources["patterns"]) != sources["sha256"]
+    return [f"Run of {describe_run(run)}", "", *([STALE, ""] if stale else [])]
