@@ -10,7 +10,7 @@ with one our decode kernel (task 5). Importing this module registers both functi
 
 A mask is usually a (batch, 1, q_len, kv_len) tensor. For left-to-right text two numbers per sequence say the same: the
 first key that is not padding, and the current length. Our kernels need no more, not even for a static cache, whose tail
-is not filled yet.
+is not filled yet. Where nothing is hidden there is no mask: that is most texts, and the shortest way through Python.
 """
 
 from collections import Counter
@@ -43,16 +43,21 @@ def course_mask(
     mask_function: Any = causal_mask_function,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
+    allow_is_causal_skip: bool = True,
     **_: Any,
-) -> Tensor:
-    """The keys that each sequence may see, int32 (batch, 1, 1, 2): ``[start, end)``.
+) -> Tensor | None:
+    """The keys that each sequence may see, int32 (2, batch, 1, 1): ``start`` and ``end`` of ``[start, end)``.
 
     Called by transformers, see its ``sdpa_mask``. ``attention_mask`` is (batch, keys), true where there is a token. The
     result has four dimensions because transformers passes such a mask on unchanged.
 
+    Returns:
+        The bounds; None where ``course_attention`` needs none: every key is a token, and the queries are the last one
+        or all of them. As for ``sdpa_mask``, ``allow_is_causal_skip=False`` rules None out.
+
     Raises:
         ValueError: a pattern that [start, end) cannot express: padding on the right or in between, packed sequences,
-            sliding windows, attention that is not causal. This check reads the mask, which waits for a GPU, so on a
+            sliding windows, attention that is not causal. This check reads the whole mask and waits for a GPU, so on a
             GPU only the mask of the prefill is checked.
     """
     if mask_function is not causal_mask_function or kv_offset != 0:
@@ -61,7 +66,13 @@ def course_mask(
             "another pattern (a sliding window, packed sequences, attention in both directions)"
         )
     # q_offset is an int or, with a static cache, a tensor on the device
-    ends = torch.as_tensor(q_offset + q_length, dtype=torch.int32, device=device).expand(batch_size)
+    end = q_offset + q_length
+    last_or_all = isinstance(end, int) and end == kv_length and (q_length == 1 or q_offset == 0)
+    if allow_is_causal_skip and last_or_all and _all_tokens(attention_mask, batch_size, kv_length):
+        return None
+    if isinstance(end, int):
+        end = torch.full((1,), end, device=device)  # torch.tensor(end) would wait for a GPU
+    ends = end.to(torch.int32).expand(batch_size)
     if attention_mask is None:
         starts = torch.zeros_like(ends)
     else:
@@ -73,21 +84,25 @@ def course_mask(
         is_token = attention_mask.to(device=device, dtype=torch.bool)
         # number of tokens up to each key; where it is 0, the key is padding on the left
         seen = is_token.cumsum(-1)
-        key = torch.arange(is_token.shape[1], device=device)
-        inside = key < ends[:, None]
-        starts = ((seen == 0) & inside).sum(-1, dtype=torch.int32)
+        starts = (seen == 0).sum(-1, dtype=torch.int32).minimum(ends)
         if q_length > 1 or is_token.device.type == "cpu":
+            inside = torch.arange(is_token.shape[1], device=device) < ends[:, None]
             hole = ~is_token & (seen > 0) & inside
             if hole.any() or (ends > is_token.shape[1]).any():
                 raise ValueError(
                     f"{NAME} needs padding on the left: attention_mask {describe(attention_mask)} hides "
                     f"something after the first token (tokenizer.padding_side = 'left')"
                 )
-    # (2, batch) in memory, so that start and end of all sequences are contiguous
-    return torch.stack((starts, ends)).T[:, None, None, :]
+    return torch.stack((starts, ends))[:, :, None, None]
 
 
-@torch.compiler.disable  # a launch through ctypes cannot be traced; the graph is split here instead
+def _all_tokens(attention_mask: Tensor | None, batch: int, keys: int) -> bool:
+    """Whether no key is padding. It waits for a GPU, once per step, as transformers does for its own SDPA."""
+    if attention_mask is None:
+        return True
+    return attention_mask.shape == (batch, keys) and bool(attention_mask.all())
+
+
 def course_attention(
     module: nn.Module,
     query: Tensor,
@@ -118,6 +133,11 @@ def course_attention(
         ValueError: dropout or gradients, a mask that is not from ``course_mask``, or attention that our kernels do
             not implement.
     """
+    # a launch through ctypes cannot be traced; the graph is split here instead
+    if torch.compiler.is_dynamo_compiling():
+        return _untraced(
+            module, query, key, value, attention_mask, scaling, dropout, is_causal, **kwargs
+        )
     if dropout != 0.0:
         raise ValueError(f"our kernels have no dropout, got {dropout}; call model.eval()")
     if torch.is_grad_enabled() and (
@@ -130,7 +150,7 @@ def course_attention(
 
     # (batch, heads, n, d) -> (batch, n, heads, d): views, nothing is copied
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    batch, q_len = q.shape[:2]
+    batch, _, q_len, _ = query.shape
     start = end = None
     causal = q_len > 1
     if attention_mask is not None:
@@ -151,14 +171,18 @@ def course_attention(
     return out, None
 
 
+# As a decorator, disable would take 2 us of each call.
+_untraced = torch.compiler.disable(course_attention)
+
+
 def _bounds(mask: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     """start and end, int32 (batch,), from what ``course_mask`` returned."""
-    if mask.dtype != torch.int32 or mask.shape != (batch, 1, 1, 2):
+    if mask.dtype != torch.int32 or mask.shape != (2, batch, 1, 1):
         raise ValueError(
             f"{NAME} takes attention_mask as (batch, keys) with padding on the left; a mask with an "
             f"entry for each query and key is not supported; got {describe(mask)}"
         )
-    return mask[:, 0, 0, 0].contiguous(), mask[:, 0, 0, 1].contiguous()
+    return mask.flatten(1).unbind()
 
 
 AttentionInterface.register(NAME, course_attention)

@@ -2,6 +2,8 @@
 
 Both write the same prompt on, greedily. A third model, the same weights in float64, says how far each is from the
 exact result: the difference of the two alone shows neither which of them is wrong nor what rounding explains.
+
+The second of the two is the yardstick. It may be of our kernels as well: one way to run them against another.
 """
 
 import copy
@@ -15,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from task7.inference import ModelWithCustomAttention
+    from task7.model import ModelWithCustomAttention
 
 FACTOR = 8.0  # as the tests of the kernels: another order of the same sums can lose this many times as much
 
@@ -24,8 +26,8 @@ FACTOR = 8.0  # as the tests of the kernels: another order of the same sums can 
 class Fork:
     """The first token that the two models choose differently.
 
-    ``ours`` and ``reference`` are the tokens. The gaps are logit[reference] - logit[ours] in our model, in Hugging
-    Face's, and in float64: there the exact model prefers our token if the gap is negative.
+    ``ours`` and ``reference`` are the tokens. The gaps are logit[reference] - logit[ours] in our model, in the
+    reference, and in float64: there the exact model prefers our token if the gap is negative.
     """
 
     position: int
@@ -40,8 +42,8 @@ class Fork:
 class Layer:
     """Errors of the hidden state after one layer: |x - exact| / |exact| (Euclidean norms), the largest of a token.
 
-    ``allowed``: what rounding explains, FACTOR times the largest that Hugging Face's model has after this layer in the
-    whole text, and one rounding more.
+    ``allowed``: what rounding explains, FACTOR times the largest that the reference has after this layer in the whole
+    text, and one rounding more.
     """
 
     ours: float
@@ -96,7 +98,8 @@ def bisect(
     """Compare two models of the same weights token by token and, against float64, layer by layer.
 
     Args:
-        ours, reference: on one device and of one dtype; ``reference`` with an attention of Hugging Face's.
+        ours, reference: on one device and of one dtype; ``reference`` is the one that is right, mostly with an
+            attention of Hugging Face's.
         prompt: one text.
         max_new_tokens, cache: as for ``generate``. The comparison ends at the first token that differs.
 
@@ -203,8 +206,14 @@ def _origin(beyond: Tensor, prompt_len: int) -> Origin | None:
     return Origin(layer, first + int(in_pass[layer].nonzero()[0]), first, last)
 
 
-def show(found: Bisection, model: "ModelWithCustomAttention", console: Console) -> None:
-    """Print what :func:`bisect` found: sentences, and a table of the layers."""
+def show(
+    found: Bisection,
+    model: "ModelWithCustomAttention",
+    console: Console,
+    names: tuple[str, str] = ("our attention", "Hugging Face"),
+) -> None:
+    """Print what :func:`bisect` found: sentences, and a table of the layers. ``names`` are those of the two models."""
+    ours, theirs = names
 
     def quoted(token: int) -> str:
         return f"{token} {model.tokenizer.decode([token])!r}"
@@ -219,9 +228,9 @@ def show(found: Bisection, model: "ModelWithCustomAttention", console: Console) 
     )
     if fork := found.fork:
         say(
-            f"token {fork.position} is the first that differs: ours {quoted(fork.ours)}, Hugging Face's "
-            f"{quoted(fork.reference)}\nlogit of theirs - logit of ours: {fork.gap_ours:.3g} in our model, "
-            f"{fork.gap_reference:.3g} in Hugging Face's, {fork.gap_float64:.3g} in float64"
+            f"token {fork.position} is the first that differs: {quoted(fork.ours)} with {ours}, "
+            f"{quoted(fork.reference)} with {theirs}\nlogit of the second - logit of the first: {fork.gap_ours:.3g} "
+            f"with {ours}, {fork.gap_reference:.3g} with {theirs}, {fork.gap_float64:.3g} in float64"
         )
     else:
         say("all tokens agree")
@@ -229,7 +238,7 @@ def show(found: Bisection, model: "ModelWithCustomAttention", console: Console) 
     origin = found.origin
     if origin is None:
         where = "largest of all tokens"
-        say("after every layer our hidden states are as exact as rounding allows")
+        say(f"after every layer the hidden states of {ours} are as exact as rounding allows")
     else:
         where = f"token {origin.first}"
         if origin.last > origin.first:
@@ -238,9 +247,9 @@ def show(found: Bisection, model: "ModelWithCustomAttention", console: Console) 
         off = found.layers[origin.layer]
         say(
             f"layer {origin.layer} is the first with more than a rounding error, from token {origin.position} "
-            f"({token}) on: {off.ours:.3g} of its hidden state; rounding explains {off.allowed:.3g}"
+            f"({token}) on: with {ours} {off.ours:.3g} of its hidden state; rounding explains {off.allowed:.3g}"
         )
-    table = Table("layer", "ours", "Hugging Face", "rounding explains", "", box=None)
+    table = Table("layer", ours, theirs, "rounding explains", "", box=None)
     for column in table.columns[:4]:
         column.justify = "right"
     for number, layer in enumerate(found.layers):

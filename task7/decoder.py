@@ -2,18 +2,31 @@
 
 ``model.generate`` of transformers spends most of a step on the host: it calls some 150 kernels from Python, and builds
 masks and caches. Here lengths, tokens and the cache stay on the device, in buffers that stay where they are.
+
+    Gpt2Decoder    the prompts, a step, greedy decoding
+    Gpt2Loop       its steps as transformers' ``generate``: padding, sampling, streaming, the end of a text
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GPT2LMHeadModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from task4.prefill import fast_attention
 from task5.ladder import append_rope, decode_attention
 from task6.generation.graph import capture
+from task6.generation.weights import expect_room
 
 
 class Gpt2Decoder:
@@ -30,7 +43,8 @@ class Gpt2Decoder:
         logits: ``(batch, vocab)``, from which the newest tokens were taken.
 
     Raises:
-        ValueError: sizes that do not fit the model, or a model whose heads are not 64, 128 or 256 wide.
+        ValueError: sizes that do not fit the model, or what :func:`check_model` refuses.
+        NotEnoughMemory: the cache does not fit on the device; nothing was allocated.
     """
 
     def __init__(self, model: GPT2LMHeadModel, batch: int, max_seq_len: int) -> None:
@@ -39,30 +53,25 @@ class Gpt2Decoder:
             raise ValueError(
                 f"batch must be at least 1, and max_seq_len from 2 to {c.n_positions}; got {batch} and {max_seq_len}"
             )
-        head_dim = c.n_embd // c.n_head
-        if head_dim not in (64, 128, 256):
-            raise ValueError(f"head_dim must be 64, 128 or 256; got {head_dim}")
-        if (
-            c.activation_function != "gelu_new"
-            or not c.scale_attn_weights
-            or c.scale_attn_by_inverse_layer_idx
-        ):
-            raise ValueError("the model must have GPT-2's own activation and scaling of scores")
+        check_model(c)
+        expect_room(
+            "the keys and values", 2 * c.n_layer * batch * max_seq_len * c.n_embd, w.dtype, w.device
+        )
         self.model, self.batch, self.max_seq_len = model, batch, max_seq_len
-        self.heads, self.head_dim = c.n_head, head_dim
+        self.heads, self.head_dim = c.n_head, c.n_embd // c.n_head
         place = dict(device=w.device, dtype=w.dtype)
-        self.cache = torch.empty(c.n_layer, 2, batch, max_seq_len, c.n_head, head_dim, **place)
+        shape = (c.n_layer, 2, batch, max_seq_len, c.n_head, self.head_dim)
+        self.cache = torch.empty(shape, **place)
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=w.device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=w.device)
         self.logits = torch.empty(batch, c.vocab_size, **place)
         self.filled = 0  # the largest of lengths, known to the host
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    @torch.inference_mode()
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, end: int | None = None
     ) -> list[list[int]]:
-        """The new token ids of each prompt.
+        """The new token ids of each prompt, by greedy decoding.
 
         Args:
             prompts: token ids, as many prompts as the batch.
@@ -71,6 +80,36 @@ class Gpt2Decoder:
 
         Raises:
             ValueError: prompts that do not fit, ids that are not in the vocabulary, or no room for the new tokens.
+        """
+        columns: list[Tensor] = []
+        ended = torch.zeros_like(self.tokens, dtype=torch.bool)
+        for i, tokens in enumerate(self.steps(prompts, max_new_tokens)):
+            columns.append(tokens.clone())
+            ended |= tokens == end
+            if (
+                end is not None and i % 16 == 15 and bool(ended.all())
+            ):  # each look waits for the GPU
+                break
+        rows = torch.stack(columns, 1).tolist()
+        return [row[: row.index(end) + 1] if end in row else row for row in rows]
+
+    def steps(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        choose: Callable[[Tensor], Tensor] | None = None,
+        seen: list[list[Tensor]] | None = None,
+    ) -> Iterator[Tensor]:
+        """``self.tokens`` after the prompts and after each further step, ``max_new_tokens`` times.
+
+        Args:
+            prompts, max_new_tokens: as for :meth:`generate`.
+            choose: takes the logits to the next tokens, int64 ``(batch,)``; None: the likeliest, in the step's graph.
+            seen: gets the hidden states of the prompts and of each step, as :meth:`look_ahead` returns them.
+
+        Raises:
+            ValueError: as :meth:`generate`, before anything runs.
         """
         longest = max((len(p) for p in prompts), default=0)
         if len(prompts) != self.batch or min(map(len, prompts), default=0) < 1:
@@ -81,34 +120,56 @@ class Gpt2Decoder:
             raise ValueError(
                 f"{self.max_seq_len} positions are too few for {longest} tokens and {max_new_tokens} new ones"
             )
-        self._prefill(prompts)
-        columns = [self.tokens.clone()]
-        ended = self.tokens == end
-        for i in range(1, max_new_tokens):
-            if end is not None and i % 16 == 0 and bool(ended.all()):  # each look waits for the GPU
-                break
-            columns.append(self._next().clone())
-            ended |= self.tokens == end
-        rows = torch.stack(columns, 1).tolist()
-        return [row[: row.index(end) + 1] if end in row else row for row in rows]
-
-    def _prefill(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Padded on the right: no token sees what comes behind it, and each step overwrites a position of padding."""
-        device, longest = self.tokens.device, max(map(len, prompts))
-        rows = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
-        low, high = (int(n) for n in rows.aminmax())
+        low, high = min(map(min, prompts)), max(map(max, prompts))
         if low < 0 or high >= self.logits.shape[1]:
             raise ValueError(
                 f"token ids must be from 0 to {self.logits.shape[1] - 1}; got {low} to {high}"
             )
+        return self._steps(prompts, max_new_tokens, choose, seen)
+
+    def _steps(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        choose: Callable[[Tensor], Tensor] | None,
+        seen: list[list[Tensor]] | None,
+    ) -> Iterator[Tensor]:
+        for i in range(max_new_tokens):
+            if seen is not None:
+                seen.append(self.look_ahead() if i else [])
+            tokens = self.step() if i else self.prefill(prompts, seen and seen[0])
+            yield tokens if choose is None else tokens.copy_(choose(self.logits))
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[Sequence[int]], seen: list[Tensor] | None = None) -> Tensor:
+        """Begin anew with these prompts, which :meth:`steps` has checked: ``self.tokens``, the first new ones.
+
+        They are padded on the right: no token sees what comes behind it, and each step overwrites a position of
+        padding. ``seen`` gets the hidden states, as in :meth:`look_ahead`.
+        """
+        device, longest = self.tokens.device, max(map(len, prompts))
+        rows = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
         self.lengths.fill_(longest)
-        hidden = self._layers(rows, torch.arange(longest, device=device))
+        hidden = self._layers(rows, torch.arange(longest, device=device), seen)
         last = torch.tensor([len(p) - 1 for p in prompts], device=device)
         self.lengths.copy_(last + 1)
         self.filled = longest
         self._choose(hidden[torch.arange(self.batch, device=device), last])
+        return self.tokens
 
-    def _next(self) -> Tensor:
+    @torch.inference_mode()
+    def step(self) -> Tensor:
+        """Append the newest token of each sequence: ``self.tokens``, the next ones.
+
+        On a GPU the first step is captured as a CUDA graph, and later ones replay it.
+
+        Raises:
+            ValueError: no prompt yet, or no position left: a graph would write past its buffers.
+        """
+        if not 1 <= self.filled < self.max_seq_len:
+            raise ValueError(
+                f"a step needs a prompt and a position that is left; {self.filled} of {self.max_seq_len} are filled"
+            )
         if self.tokens.is_cuda and self._graph is None:
             self._graph = capture(self._step, self.tokens, self.lengths)
         if self._graph is None:
@@ -118,19 +179,35 @@ class Gpt2Decoder:
         self.filled += 1
         return self.tokens
 
-    def _step(self) -> None:
+    @torch.inference_mode()
+    def look_ahead(self) -> list[Tensor]:
+        """The hidden states of the step that comes next, each ``(batch, 1, hidden)``; nothing advances.
+
+        They are those after the embeddings and after each layer, the last of them normed, as transformers counts them.
+        A graph keeps none of them, so its kernels are launched here one by one.
+        """
+        before = self.tokens.clone(), self.lengths.clone()
+        seen: list[Tensor] = []
+        self._step(seen)
+        self.tokens.copy_(before[0])
+        self.lengths.copy_(before[1])
+        return seen
+
+    def _step(self, seen: list[Tensor] | None = None) -> None:
         self.lengths += 1
-        self._choose(self._layers(self.tokens[:, None], (self.lengths - 1)[:, None])[:, 0])
+        self._choose(self._layers(self.tokens[:, None], (self.lengths - 1)[:, None], seen)[:, 0])
 
     def _choose(self, hidden: Tensor) -> None:
         torch.mm(hidden, self.model.lm_head.weight.T, out=self.logits)
         torch.argmax(self.logits, dim=-1, out=self.tokens)
 
-    def _layers(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _layers(self, tokens: Tensor, positions: Tensor, seen: list[Tensor] | None) -> Tensor:
         """``(batch, seq)`` tokens to ``(batch, seq, hidden)``, normed; their keys and values go to the cache."""
         t, seq = self.model.transformer, tokens.shape[1]
         x = F.embedding(tokens, t.wte.weight) + F.embedding(positions, t.wpe.weight)
         for block, (k_cache, v_cache) in zip(t.h, self.cache, strict=True):
+            if seen is not None:
+                seen.append(x)
             qkv = block.attn.c_attn(block.ln_1(x)).unflatten(-1, (3, self.heads, self.head_dim))
             q, k, v = qkv.unbind(2)
             append_rope(q, k, v, k_cache, v_cache, seqlens_k=self.lengths)
@@ -140,4 +217,138 @@ class Gpt2Decoder:
                 o = fast_attention(q, k, v, causal=True)
             x = x + block.attn.c_proj(o.flatten(2))
             x = x + block.mlp.c_proj(F.gelu(block.mlp.c_fc(block.ln_2(x)), approximate="tanh"))
-        return t.ln_f(x)
+        x = t.ln_f(x)
+        if seen is not None:
+            seen.append(x)
+        return x
+
+
+def check_model(config: GPT2Config) -> None:
+    """ValueError for a GPT-2 that the loop cannot run: of other heads, activation or scaling of scores."""
+    head_dim = config.n_embd // config.n_head
+    if head_dim not in (64, 128, 256):
+        raise ValueError(f"head_dim must be 64, 128 or 256; got {head_dim}")
+    if (
+        config.activation_function != "gelu_new"
+        or not config.scale_attn_weights
+        or config.scale_attn_by_inverse_layer_idx
+    ):
+        raise ValueError("the model must have GPT-2's own activation and scaling of scores")
+
+
+class Gpt2Loop:
+    """The steps of a :class:`Gpt2Decoder` behind transformers' ``generate``, with the options that task 7 gives it.
+
+    transformers' own classes shape the scores, and one random number is drawn per step and sequence, as there: with one
+    seed both sample the same tokens, unless rounding of the logits changes a draw.
+
+    Args:
+        model: as for :class:`Gpt2Decoder`.
+        max_seq_len: positions of a sequence, for which the graph is captured.
+
+    Raises:
+        ValueError: a model that :func:`check_model` refuses.
+    """
+
+    def __init__(self, model: GPT2LMHeadModel, max_seq_len: int) -> None:
+        check_model(model.config)
+        self.model, self.max_seq_len = model, max_seq_len
+        self._decoder: Gpt2Decoder | None = None
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        tokens: Tensor,
+        *,
+        attention_mask: Tensor,
+        pad_token_id: int,
+        max_new_tokens: int,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_new_tokens: int = 0,
+        streamer: BaseStreamer | None = None,
+        return_dict_in_generate: bool = False,
+        **_: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """``tokens`` and the new ones, int64 ``(batch, seq + new)``; a sequence that is over goes on with padding.
+
+        Args:
+            tokens, attention_mask: int64 ``(batch, seq)``, padded on the left.
+            streamer: gets the prompts, then the tokens of each step, on the CPU.
+            return_dict_in_generate: with the logits and hidden states of each step; all prompts have one length then.
+                Tokens and logits are the graph's; hidden states are of the same step, its kernels launched one by one.
+
+        The other options are transformers'. What it takes for its caches changes nothing here.
+
+        Raises:
+            ValueError: as :meth:`Gpt2Decoder.generate`, before anything runs; a trace of padded prompts.
+            NotEnoughMemory: the cache does not fit on the device.
+        """
+        if return_dict_in_generate and not attention_mask.all():
+            raise ValueError("hidden states are recorded for prompts of one length; got padding")
+        ends = self._ends()
+        warp = _warpers(temperature, top_k, top_p) if do_sample else None
+        new: list[list[int]] = []
+        logits: list[Tensor] = []
+        seen: list[list[Tensor]] | None = [] if return_dict_in_generate else None
+
+        def choose(logits: Tensor) -> Tensor:
+            scores = logits.to(torch.float32, copy=True)
+            if len(new) < min_new_tokens:
+                scores[:, ends] = -torch.inf
+            if warp is None:
+                return scores.argmax(-1)
+            return torch.multinomial(warp(tokens, scores).softmax(-1), 1)[:, 0]
+
+        decoder = self._decoder_for(len(tokens))
+        steps = decoder.steps(
+            [row[keep].tolist() for row, keep in zip(tokens, attention_mask.bool(), strict=True)],
+            max_new_tokens,
+            choose=choose if do_sample or min_new_tokens else None,
+            seen=seen,
+        )
+        if streamer is not None:
+            streamer.put(tokens.cpu())
+        over = [False] * len(tokens)
+        for newest in steps:
+            if seen is not None:
+                logits.append(decoder.logits.to(torch.float32, copy=True))
+            chosen = newest.tolist()  # waits for the step; the rest needs no GPU
+            new.append([pad_token_id if o else id for o, id in zip(over, chosen, strict=True)])
+            if streamer is not None:
+                streamer.put(torch.tensor(new[-1]))
+            over = [o or id in ends for o, id in zip(over, chosen, strict=True)]
+            if all(over):
+                break
+        sequences = torch.cat((tokens, torch.tensor(new, device=tokens.device).T), 1)
+        if seen is None:
+            return sequences
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences, logits=tuple(logits), hidden_states=tuple(map(tuple, seen))
+        )
+
+    def _ends(self) -> list[int]:
+        """The ids that end a text."""
+        ends = self.model.generation_config.eos_token_id
+        return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+    def _decoder_for(self, batch: int) -> Gpt2Decoder:
+        """The last one, whose graph is captured, if its batch is this one."""
+        if self._decoder is None or self._decoder.batch != batch:
+            self._decoder = None  # its memory is needed for the next
+            self._decoder = Gpt2Decoder(self.model, batch, self.max_seq_len)
+        return self._decoder
+
+
+def _warpers(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
+    """transformers' own, in its order."""
+    warpers = LogitsProcessorList()
+    if temperature != 1.0:
+        warpers.append(TemperatureLogitsWarper(temperature))
+    if top_k != 0:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1.0:
+        warpers.append(TopPLogitsWarper(top_p))
+    return warpers

@@ -29,7 +29,7 @@ from common.timing import Benchmark, measure
 from task4.attention import flash_attention
 from task5.attention import flash_attention_decode
 from task6.test import count_launches
-from task7 import inference
+from task7 import find
 from task7.attention import NAME, course_attention, course_mask, kernel_calls
 from task7.inference import PROMPT, TINY, TINY_FOLDER, ModelWithCustomAttention, find_model
 
@@ -38,7 +38,9 @@ suite = Suite(
     title="GPT-2 through your kernels, by Hugging Face",
     sources=(
         "task7/attention.py",
+        "task7/find.py",
         "task7/inference*.py",
+        "task7/model.py",
         "task4/attention*",
         "task4/prefill.py",
         "task5/attention*",
@@ -355,7 +357,7 @@ def bundled_model_needs_no_network(case: Case, device: torch.device, rng: Any) -
             raise CheckFailed(
                 f"gpt2 is not there, so the tiny model should stand in; got {folder}: {says}"
             )
-        with patch.object(inference, "_cached", return_value=None):
+        with patch.object(find, "_cached", return_value=None):
             ModelWithCustomAttention(TINY, device=device)
     size = sum(file.stat().st_size for file in TINY_FOLDER.iterdir() if file.is_file())
     if size > 5_000_000:

@@ -1,8 +1,8 @@
 """Our kernels and Hugging Face's own attention side by side in the browser: ``python -m task7.web``.
 
-It needs the extra ``web``, which ``make web`` installs. A page on this machine sends a prompt, and both attentions
-continue it, one after the other and never two requests at once: two runs would share the device, and neither speed
-would be right. Weights, options and seed are the same for both, so the texts should be too.
+It needs the extra ``web``, which ``make web`` installs. A page on this machine sends a prompt, and each way of
+continuing it runs, one after the other and never two requests at once: two runs would share the device, and neither
+speed would be right. Weights, options and seed are the same for all, so the texts should be too.
 
     GET  /            the page, web.html
     GET  /model       what runs here, and the numbers that a request may ask for
@@ -22,17 +22,17 @@ import traceback
 from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from time import perf_counter
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from common.build import BuildError, KernelError
 from common.dtypes import dtype_name
-from task7.attention import NAME
-from task7.inference import HUB_MODELS, PROMPT, TINY, ModelWithCustomAttention, find_model
+from common.memory import NotEnoughMemory
+from task7.comparison import Comparison
+from task7.find import HUB_MODELS, TINY, find_model
+from task7.model import ModelWithCustomAttention
 
 try:
     import uvicorn
@@ -52,7 +52,6 @@ except ModuleNotFoundError as error:
 HOST = "127.0.0.1"  # no other machine can reach it
 PORT = 8007
 PAGE = Path(__file__).with_suffix(".html")
-ATTENTIONS = {"ours": NAME, "reference": "sdpa"}  # in the order in which they run
 DTYPES = {dtype_name(d): d for d in (torch.float32, torch.float16, torch.bfloat16)}
 MOST_BYTES = 64 * 1024  # of a request; GPT-2's 1,024 tokens are some 5 KB of English
 SECONDS = 2  # that a step may take after Ctrl-C
@@ -66,192 +65,6 @@ HEADERS = {
     "script-src 'unsafe-inline'; style-src 'unsafe-inline'; frame-ancestors 'none'",
     "Cache-Control": "no-store",
 }
-
-
-class Number(NamedTuple):
-    """A number that a request may have: from ``least`` to ``most``."""
-
-    default: float
-    least: float
-    most: float
-    whole: bool = True
-
-
-class Comparison:
-    """One GPT-2 that continues a prompt with our attention, then with Hugging Face's.
-
-    transformers looks the attention up in the model's config at each call. Only one text is generated at a time, so one
-    model serves both: its attention is switched in between, and its weights are in memory once.
-
-    Args:
-        model: with any attention.
-        title: one line about it.
-        most_new_tokens: the most that a request may ask for.
-    """
-
-    def __init__(
-        self, model: ModelWithCustomAttention, title: str, most_new_tokens: int = 200
-    ) -> None:
-        self.model, self.title = model, title
-        most_new_tokens = min(most_new_tokens, model.max_seq_len - 1)
-        self.numbers = {
-            "max_new_tokens": Number(min(60, most_new_tokens), 1, most_new_tokens),
-            "temperature": Number(1.0, 0.05, 5.0, whole=False),
-            "top_k": Number(50, 0, model.model.config.vocab_size),
-            "top_p": Number(1.0, 0.01, 1.0, whole=False),
-            "seed": Number(0, 0, 2**32 - 1),
-        }
-
-    def about(self) -> dict[str, Any]:
-        """What the page shows before anything runs."""
-        device = self.model.device
-        return {
-            "title": self.title.removeprefix("model: "),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-            "dtype": dtype_name(self.model.model.dtype),
-            "positions": self.model.max_seq_len,
-            "prompt": PROMPT,
-            "numbers": {name: number._asdict() for name, number in self.numbers.items()},
-        }
-
-    def warm_up(self) -> None:
-        """Build and load the kernels, which no measured time may contain."""
-        self._two_tokens(*self.model.encode(["Once"]))
-
-    def checked(self, request: Any) -> dict[str, Any]:
-        """The arguments of ``events`` from a request's JSON; what it leaves out has its default.
-
-        Raises:
-            ValueError: no object, a field that is unknown, of another type or out of range, an empty prompt, or one
-                that leaves no room for the new tokens.
-        """
-        if not isinstance(request, dict):
-            raise ValueError(f"expected a JSON object with a prompt; got {_short(request)}")
-        known = ("prompt", "sample", *self.numbers)
-        if unknown := [name for name in request if name not in known]:
-            raise ValueError(f"unknown field {_short(unknown[0])}; known are {', '.join(known)}")
-        prompt, sample = request.get("prompt", ""), request.get("sample", False)
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise ValueError(
-                f"prompt must be a text with something besides spaces; got {_short(prompt)}"
-            )
-        if not isinstance(sample, bool):
-            raise ValueError(f"sample must be true or false; got {_short(sample)}")
-        values = {
-            name: _in_range(name, request.get(name, number.default), number)
-            for name, number in self.numbers.items()
-        }
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"prompt must be text that UTF-8 can encode; got half of a surrogate pair at {error.start}"
-            ) from error
-        tokens, mask = self.model.encode([prompt])
-        length, new, room = tokens.shape[1], values["max_new_tokens"], self.model.max_seq_len
-        if length + new > room:
-            raise ValueError(
-                f"the prompt has {length:,} tokens and {new:,} new ones are asked for; "
-                f"the model has room for {room:,} in all"
-            )
-        return {"tokens": tokens, "mask": mask, "do_sample": sample, **values}
-
-    def events(self, tokens: Tensor, mask: Tensor, **options: Any) -> Generator[dict[str, Any]]:
-        """One for each new token, and a last one that compares the two texts.
-
-        A token's has ``attention`` ("ours" or "reference"), ``tokens`` so far, the new ``text``, ``first``, the seconds
-        up to the first token, and ``rate``, the tokens per second after it (None for the first). The last one has
-        ``differs``, the number of the first token that differs, from 1 (None if there is none), and ``says``.
-
-        Args:
-            tokens, mask: int64 (1, prompt), from ``encode``.
-            options: of ``stream_tokens``.
-        """
-        if self.model.device.type == "cuda":  # this length may need kernels that are not loaded yet
-            self._two_tokens(tokens, mask)
-        new: dict[str, list[int]] = {name: [] for name in ATTENTIONS}
-        rates: dict[str, float | None] = {}
-        for name, ids in new.items():
-            event: dict[str, Any] = {"attention": name, "first": 0.0, "rate": None}
-            held: list[int] = []  # tokens whose bytes are not a whole character yet
-            began = perf_counter()
-            with closing(self._steps(name, tokens, mask, **options)) as steps:
-                for step in steps:
-                    seconds = perf_counter() - began
-                    if ids:
-                        event["rate"] = len(ids) / (seconds - event["first"])
-                    else:
-                        event["first"] = seconds
-                    ids += step.tolist()
-                    held.append(ids[-1])
-                    text = self.model.decode(held)
-                    if text.endswith("\N{REPLACEMENT CHARACTER}"):
-                        text = ""
-                    else:
-                        held.clear()
-                    yield {**event, "tokens": len(ids), "text": text}
-            if held:
-                yield {**event, "tokens": len(ids), "text": self.model.decode(held)}
-            rates[name] = event["rate"]
-        differs = first_difference(*new.values())
-        yield {
-            "differs": differs,
-            "says": f"{self._agreement(differs, new)} {_speeds(rates)}".strip(),
-        }
-
-    def _steps(
-        self, attention: str, tokens: Tensor, mask: Tensor, **options: Any
-    ) -> Generator[Tensor]:
-        self.model.model.set_attn_implementation(ATTENTIONS[attention])
-        return self.model.stream_tokens(tokens, mask, **options)
-
-    def _two_tokens(self, tokens: Tensor, mask: Tensor) -> None:
-        """A prefill and a decode with each attention, if there is room for both."""
-        new = min(2, self.model.max_seq_len - tokens.shape[1])
-        for name in ATTENTIONS:
-            list(self._steps(name, tokens, mask, max_new_tokens=new))
-
-    def _agreement(self, differs: int | None, new: dict[str, list[int]]) -> str:
-        if differs is None:
-            return "The texts agree, token by token."
-        ours, reference = (
-            repr(self.model.tokenizer.decode([ids[differs - 1]])) for ids in new.values()
-        )
-        return f"The texts differ from new token {differs} on: ours has {ours}, the reference {reference}."
-
-
-def first_difference(ours: Sequence[int], reference: Sequence[int]) -> int | None:
-    """The number of the first token that differs, from 1; None if there is none.
-
-    Equal tokens end at the same place, so neither of two texts is the beginning of the other.
-    """
-    pairs = zip(ours, reference, strict=False)
-    return next((number for number, (a, b) in enumerate(pairs, start=1) if a != b), None)
-
-
-def _speeds(rates: dict[str, float | None]) -> str:
-    ours, reference = rates.values()
-    if not ours or not reference:
-        return ""
-    return f"Our kernels: {ours / reference:.2f} x the reference's tokens/s."
-
-
-def _in_range(name: str, value: Any, number: Number) -> float:
-    kind = "a whole number" if number.whole else "a number"
-    right = isinstance(value, int if number.whole else (int, float)) and not isinstance(value, bool)
-    if not right or not number.least <= value <= number.most:  # NaN is nowhere in between
-        raise ValueError(
-            f"{name} must be {kind} from {number.least:g} to {number.most:.12g}; got {_short(value)}"
-        )
-    return value if number.whole else float(value)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-# The server -------------------------------------------------------------------------------------------
 
 
 class Generation(StreamingResponse):
@@ -436,12 +249,10 @@ def _comparison(options: argparse.Namespace) -> Comparison:
     try:
         folder, says = find_model(options.model, download=options.download)
         print(says, flush=True)
-        model = ModelWithCustomAttention(
-            folder, device=options.device, dtype=DTYPES[options.dtype], attention=NAME
-        )
+        model = ModelWithCustomAttention(folder, device=options.device, dtype=DTYPES[options.dtype])
         comparison = Comparison(model, says, options.max_new_tokens)
         comparison.warm_up()
-    except (ValueError, BuildError, KernelError) as error:
+    except (ValueError, NotEnoughMemory, BuildError, KernelError) as error:
         sys.exit(f"error: {error}")
     except NotImplementedError as error:
         sys.exit(f"error: task 7 runs on the kernels of tasks 4 and 5: {error}")

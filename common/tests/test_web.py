@@ -24,11 +24,14 @@ pytest.importorskip("uvicorn", reason="needs uvicorn: the extra web")
 from starlette.testclient import TestClient  # its httpx comes with transformers
 
 from common.paths import ROOT
-from task7 import web
-from task7.attention import NAME, kernel_calls
+from task7 import comparison as comparisons
+from task7 import decoder, web
+from task7.attention import kernel_calls
 from task7.inference import TINY, ModelWithCustomAttention
 
 LOCAL = "http://127.0.0.1"
+PATHS = ["generate", "loop", "reference"]
+AGREED = {"generate": None, "loop": None}
 ONCE = "Once upon a time"
 
 
@@ -53,8 +56,8 @@ def generate(client: TestClient, **request: object) -> list[dict]:
     return [json.loads(line) for line in answer.text.splitlines()]
 
 
-def text(events: list[dict], attention: str) -> str:
-    return "".join(e["text"] for e in events if e.get("attention") == attention)
+def text(events: list[dict], path: str) -> str:
+    return "".join(e["text"] for e in events if e.get("path") == path)
 
 
 def is_free(client: TestClient, seconds: float = 10) -> bool:
@@ -120,6 +123,7 @@ def test_the_page_learns_what_runs(client, comparison):
     about = client.get("/model").json()
     assert about["title"] == "tiny" and about["dtype"] == "float32"
     assert about["positions"] == 1024 and set(about["numbers"]) == set(comparison.numbers)
+    assert list(about["paths"]) == PATHS and about["paths"]["loop"] == "Our own loop"
     for number in about["numbers"].values():
         assert number["least"] <= number["default"] <= number["most"]
 
@@ -127,45 +131,63 @@ def test_the_page_learns_what_runs(client, comparison):
 @pytest.mark.parametrize(
     "options", [{}, {"do_sample": True, "seed": 3, "temperature": 1.5, "top_k": 0, "top_p": 0.9}]
 )
-def test_each_attention_writes_what_the_command_writes(client, model, options):
+def test_each_path_writes_what_the_command_writes(client, model, options):
     request = {"sample" if k == "do_sample" else k: v for k, v in options.items()}
     *events, last = generate(client, max_new_tokens=30, **request)
-    for name, attention in web.ATTENTIONS.items():
-        model.model.set_attn_implementation(attention)
-        assert ONCE + text(events, name) == model.generate(ONCE, 30, **options)
-        own = [e for e in events if e["attention"] == name]
+    for path in PATHS:
+        model.use(path)
+        assert ONCE + text(events, path) == model.generate(ONCE, 30, **options)
+        own = [e for e in events if e["path"] == path]
         assert [e["tokens"] for e in own] == list(range(1, len(own) + 1))
         assert own[0]["rate"] is None and all(e["rate"] > 0 for e in own[1:])
         assert own[0]["first"] > 0
-    assert [e["attention"] for e in events] == sorted(e["attention"] for e in events)
-    same = text(events, "ours") == text(events, "reference")
-    assert (last["differs"] is None) == same and "x the reference's tokens/s." in last["says"]
+    assert list(dict.fromkeys(e["path"] for e in events)) == PATHS
+    for path, differs in last["differs"].items():
+        assert (differs is None) == (text(events, path) == text(events, "reference"))
+    for title in ("Our kernels", "Our own loop"):
+        assert re.search(title + r": [\d.]+ x the reference's tokens/s\.", last["says"])
     if not options:
         assert last["says"].startswith("The texts agree, token by token.")
 
 
-def test_only_our_run_calls_our_kernels(comparison):
+def test_only_generate_with_our_attention_calls_its_kernels(comparison):
     comparison.warm_up()
     calls = {}
     before = kernel_calls.total()
     arguments = comparison.checked({"prompt": ONCE, "max_new_tokens": 4})
     for event in comparison.events(**arguments):
-        if "attention" in event:
-            calls[event["attention"], event["tokens"]] = kernel_calls.total() - before
+        if "path" in event:
+            calls[event["path"], event["tokens"]] = kernel_calls.total() - before
     layers = comparison.model.model.config.n_layer
-    assert calls["ours", 4] >= 4 * layers
-    assert calls["reference", 1] == calls["reference", 4] == calls["ours", 4]
+    assert calls["generate", 4] >= 4 * layers
+    assert {calls[path, n] for path in ("loop", "reference") for n in (1, 4)} == {
+        calls["generate", 4]
+    }
 
 
 def test_the_first_token_that_differs(client, model, stand_in):
     one, other, common = (model.tokenizer.encode(t)[0] for t in ("he", "she", " the"))
-    texts = iter([[common, one, common], [common, other, common]])
+    texts = iter([[common, one, common], [common, other, common], [common, other, common]])
     steps = stand_in([])
     steps.steps = lambda: (torch.tensor([token]) for token in next(texts))
     last = generate(client)[-1]
-    assert last["differs"] == 2
+    assert last["differs"] == {"generate": 2, "loop": None}
     said = [repr(model.tokenizer.decode([token])) for token in (one, other)]
-    assert f"from new token 2 on: ours has {said[0]}, the reference {said[1]}." in last["says"]
+    assert last["says"].startswith(
+        f"Our kernels: another text from new token 2 on, {said[0]} where the reference has {said[1]}. Our kernels: "
+    )
+
+
+def test_a_model_that_the_loop_cannot_run_goes_without_it(model, monkeypatch):
+    def refuse(config):
+        raise ValueError("head_dim must be 64, 128 or 256; got 32")
+
+    monkeypatch.setattr(decoder, "check_model", refuse)
+    monkeypatch.setattr(model, "_loop", None)
+    comparison = web.Comparison(model, "model: tiny")
+    assert comparison.paths == ["generate", "reference"]
+    *events, last = comparison.events(**comparison.checked({"prompt": ONCE, "max_new_tokens": 3}))
+    assert len(events) == 6 and last["differs"] == {"generate": None}
 
 
 def test_a_character_of_several_tokens_comes_whole(client, model, stand_in):
@@ -174,17 +196,17 @@ def test_a_character_of_several_tokens_comes_whole(client, model, stand_in):
     assert len(tokens) > len(words)
     stand_in(tokens)
     *events, _ = generate(client)
-    assert text(events, "ours") == words and "\ufffd" not in str(events)
+    assert text(events, "generate") == words and "\ufffd" not in str(events)
     stand_in(tokens[:2])  # ends in the middle of the second
     *events, _ = generate(client)
-    assert text(events, "ours") == "a\ufffd" and events[-1]["tokens"] == 2
+    assert text(events, "generate") == "a\ufffd" and events[-1]["tokens"] == 2
 
 
 def test_a_prompt_may_fill_all_positions_but_one(client, model):
     words = " the" * 2000
     prompt = model.tokenizer.decode(model.tokenizer.encode(words)[:1023])
     assert model.encode([prompt])[0].shape[1] == 1023
-    assert len(generate(client, prompt=prompt, max_new_tokens=1)) == 3
+    assert len(generate(client, prompt=prompt, max_new_tokens=1)) == 4
 
 
 # What it refuses ----------------------------------------------------------------------------------
@@ -261,7 +283,7 @@ def test_a_second_request_is_refused_while_one_runs(client, stand_in):
         assert other.get("/").status_code == other.get("/model").status_code == 200
         steps.go.set()
         thread.join(20)
-        assert len(first[0]) == 5 and generate(other)[-1]["differs"] is None
+        assert len(first[0]) == 7 and generate(other)[-1]["differs"] == AGREED
 
 
 def test_a_failure_is_said_and_the_next_request_runs(client, model, monkeypatch, capsys):
@@ -275,7 +297,7 @@ def test_a_failure_is_said_and_the_next_request_runs(client, model, monkeypatch,
         events = generate(client)
     assert events[-1] == {"error": "RuntimeError: the device is gone"}
     assert "Traceback" in capsys.readouterr().err
-    assert generate(client)[-1]["differs"] is None
+    assert generate(client)[-1]["differs"] == AGREED
 
 
 def test_a_client_that_goes_away_ends_its_generation(client, stand_in):
@@ -283,7 +305,7 @@ def test_a_client_that_goes_away_ends_its_generation(client, stand_in):
     assert asyncio.run(until_gone(client.app)) < 5
     assert steps.closed.wait(5) and is_free(client)
     stand_in([5])
-    assert generate(client)[-1]["differs"] is None
+    assert generate(client)[-1]["differs"] == AGREED
 
 
 def test_a_client_that_goes_away_while_it_sends(client, stand_in):
@@ -467,12 +489,15 @@ def test_the_page_shows_both_texts_and_speeds(opened, width, scheme, request, tm
     page.click("#generate")
     page.wait_for_selector("#says:not(:empty)")
     assert "The texts agree" in page.inner_text("#says")
-    outs = [page.inner_text(f"#{pane} .out") for pane in web.ATTENTIONS]
-    assert outs[0] == outs[1] and outs[0].startswith(prompt) and len(outs[0]) > len(prompt) + 60
-    for pane in web.ATTENTIONS:
-        assert float(page.inner_text(f"#{pane} .rate")) > 0
-        assert page.inner_text(f"#{pane} .tokens") == "60"
-        assert page.inner_text(f"#{pane} .state") == "done"
+    outs = [page.inner_text(f"#pane-{path} .out") for path in PATHS]
+    assert len(set(outs)) == 1
+    assert outs[0].startswith(prompt) and len(outs[0]) > len(prompt) + 60
+    for path in PATHS:
+        assert float(page.inner_text(f"#pane-{path} .rate")) > 0
+        assert page.inner_text(f"#pane-{path} .tokens") == "60"
+        assert page.inner_text(f"#pane-{path} .state") == "done"
+    titles = [comparisons.TITLES[path] for path in PATHS]
+    assert page.locator("section h2").all_inner_texts() == titles
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert not page.problems and set(page.asked) <= {"", "data:,"}
     folder = request.config.getoption("basetemp") or tmp_path
@@ -480,14 +505,15 @@ def test_the_page_shows_both_texts_and_speeds(opened, width, scheme, request, tm
 
 
 def test_the_page_marks_where_the_texts_differ(opened, model, stand_in):
-    tokens = [model.tokenizer.encode(words) for words in ("a b c d", "a b d d")]
+    tokens = [model.tokenizer.encode(words) for words in ("a b c d", "a b d d", "a b d d")]
     steps = stand_in([])
     texts = iter(tokens)
     steps.steps = lambda: (torch.tensor([token]) for token in next(texts))
     page = opened(1280)
     page.click("#generate")
     page.wait_for_selector("#says:not(:empty)")
-    assert [page.inner_text(f"#{pane} mark") for pane in web.ATTENTIONS] == [" c d", " d d"]
+    marked = {path: page.locator(f"#pane-{path} mark").all_inner_texts() for path in PATHS}
+    assert marked == {"generate": [" c d"], "loop": [], "reference": [" d d"]}
 
 
 def test_stop_and_a_second_page(opened, model, monkeypatch):
@@ -496,15 +522,15 @@ def test_stop_and_a_second_page(opened, model, monkeypatch):
         patch.setattr(model, "stream_tokens", Steps(endless()))
         patch.setattr(model, "device", torch.device("cpu"))
         page.click("#generate")
-        page.wait_for_selector('#ours .state:text-is("running")')
+        page.wait_for_selector('#pane-generate .state:text-is("running")')
         other.click("#generate")
         other.wait_for_selector("#error:not(:empty)")
         assert other.text_content("#error") == web.BUSY
         page.click("#stop")
         page.wait_for_selector("#generate:enabled")
         assert page.inner_text("#says") == "Stopped."
-        assert page.inner_text("#ours .state") == "stopped"
-        assert page.inner_text("#ours .out").startswith(page.input_value("[name=prompt]"))
+        assert page.inner_text("#pane-generate .state") == "stopped"
+        assert page.inner_text("#pane-generate .out").startswith(page.input_value("[name=prompt]"))
     other.wait_for_timeout(500)
     other.click("#generate")
     other.wait_for_selector("#says:not(:empty)")
@@ -519,7 +545,3 @@ def test_the_page_shows_what_the_server_refuses(opened):
     page.wait_for_selector("#error:not(:empty)")
     assert "the model has room for 1,024 in all" in page.inner_text("#error")
     assert page.is_enabled("#generate")
-
-
-def test_the_attention_that_runs_is_ours_by_name():
-    assert list(web.ATTENTIONS) == ["ours", "reference"] and web.ATTENTIONS["ours"] == NAME

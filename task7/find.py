@@ -1,0 +1,95 @@
+"""Which GPT-2 a name means: one of the Hugging Face hub's, the bundled one, or a folder."""
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+HUB_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+TINY = "tiny"
+TINY_FOLDER = Path(__file__).parent / "tiny_gpt2"
+
+# A model on disk has all files of one of these sets.
+_FILES = ("config.json", "model.safetensors", "vocab.json", "merges.txt")
+_FILE_SETS = (_FILES, ("config.json", "model.safetensors", "tokenizer.json"))
+_CONNECT_SECONDS = 5
+
+
+def find_model(
+    name: str | Path, *, download: bool = False, cache_dir: str | Path | None = None
+) -> tuple[Path, str]:
+    """The folder with a model's files, and one line that tells the user which model that is.
+
+    It looks on this machine only, and so returns at once, unless ``download`` is set.
+
+    Args:
+        name: one of HUB_MODELS, "tiny", or a folder.
+        download: fetch one of HUB_MODELS from the Hugging Face hub if it is not in the cache.
+        cache_dir: the Hugging Face cache; the user's own by default.
+
+    Raises:
+        ValueError: an unknown name, a folder without a GPT-2, a download that failed.
+    """
+    if str(name) == TINY:
+        return TINY_FOLDER, f"model: {_tiny()}"
+    if str(name) not in HUB_MODELS:
+        return _folder(Path(name)), f"model: {Path(name)}"
+    repo = f"openai-community/{name}"
+    folder = _cached(str(name), cache_dir) or _cached(repo, cache_dir)
+    if folder:
+        return folder, f"model: {name}, from the local Hugging Face cache"
+    if download:
+        return _download(repo, cache_dir), f"model: {name}, downloaded from the Hugging Face hub"
+    return TINY_FOLDER, (
+        f"model: {_tiny()}, because {name} is not in the local Hugging Face cache (--download fetches it)"
+    )
+
+
+def _tiny() -> str:
+    return "the bundled tiny GPT-2, which was trained on made-up sentences and knows nothing"
+
+
+def _folder(folder: Path) -> Path:
+    if not folder.is_dir():
+        known = ", ".join((*HUB_MODELS, TINY))
+        raise ValueError(
+            f"unknown model {str(folder)!r}: known are {known}, or a folder with a GPT-2 in it"
+        )
+    if not any(all((folder / file).is_file() for file in files) for files in _FILE_SETS):
+        raise ValueError(f"{folder} has no GPT-2 in it: expected {', '.join(_FILES)}")
+    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+    if model_type != "gpt2":
+        raise ValueError(f"task 7 runs GPT-2; the model in {folder} is of type {model_type!r}")
+    return folder
+
+
+def _cached(repo: str, cache_dir: str | Path | None) -> Path | None:
+    """Folder of a model in the Hugging Face cache; None if it or one of its files is not there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for files in _FILE_SETS:
+        found = [try_to_load_from_cache(repo, file, cache_dir=cache_dir) for file in files]
+        if all(isinstance(path, str) for path in found):
+            return Path(str(found[0])).parent
+    return None
+
+
+def _download(repo: str, cache_dir: str | Path | None) -> Path:
+    from huggingface_hub import constants, hf_hub_url, snapshot_download
+
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError(f"cannot download {repo}: HF_HUB_OFFLINE is set")
+    url = hf_hub_url(repo, "config.json")
+    try:
+        # The hub's client retries for a minute before it gives up, so one request of our own goes first.
+        urllib.request.urlopen(
+            urllib.request.Request(url, method="HEAD"), timeout=_CONNECT_SECONDS
+        ).close()
+        return Path(snapshot_download(repo, allow_patterns=list(_FILES), cache_dir=cache_dir))
+    except urllib.error.HTTPError as error:
+        raise ValueError(
+            f"cannot download {repo}: {url} answers {error.code} {error.reason}"
+        ) from error
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise ValueError(f"cannot download {repo} from {url}: {reason}") from error

@@ -1,0 +1,353 @@
+"""GPT-2 through the kernels of tasks 4 and 5: texts to tokens, tokens to more of them, and back to texts."""
+
+import math
+import threading
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import GPT2LMHeadModel, GPT2Tokenizer
+from transformers.generation import BaseStreamer
+from transformers.utils import logging
+
+from task7.attention import NAME
+from task7.find import HUB_MODELS, TINY_FOLDER, find_model
+from task7.streaming import steps_of, texts_of
+
+# The ways to continue a text, and the attention that transformers then has for the model.
+PATHS = {
+    "generate": NAME,  # transformers' generate with our attention
+    # BEGIN STAFF
+    "loop": NAME,  # a loop of our own around our kernels, each step one CUDA graph
+    # END STAFF
+    "reference": "sdpa",  # transformers' generate with its own attention, PyTorch's SDPA
+}
+
+# Sampling uses PyTorch's random state, of which a process has one: one text at a time, whatever thread asks for it.
+_generating = threading.Lock()
+
+
+class ModelWithCustomAttention:
+    """GPT-2 whose attention is ours, driven by Hugging Face's ``generate``; ``use`` names other ways.
+
+    Args:
+        model_name: gpt2, gpt2-medium, gpt2-large or gpt2-xl (from the local Hugging Face cache; if it is not there, the
+            bundled tiny model, with a warning), "tiny", or a folder with a GPT-2.
+        max_seq_len: length of the longest text in tokens, prompt included; the model's number of positions limits it.
+        device: where to run; the GPU if there is one, otherwise the CPU.
+        dtype: of weights and activations.
+        download: fetch a model that is not in the local cache.
+        attention: name of the attention; ``"sdpa"`` or ``"eager"`` for Hugging Face's own.
+
+    Raises:
+        ValueError: an unknown name, a model that is not a GPT-2, a download that failed.
+    """
+
+    def __init__(
+        self,
+        model_name: str | Path = "gpt2",
+        max_seq_len: int = 1024,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        download: bool = False,
+        attention: str = NAME,
+    ) -> None:
+        if max_seq_len < 1:
+            raise ValueError(f"max_seq_len must be at least 1; got {max_seq_len}")
+        folder, says = find_model(model_name, download=download)
+        if folder == TINY_FOLDER and str(model_name) in HUB_MODELS:
+            warnings.warn(says, stacklevel=2)
+        self.device = _device(device)
+        # Each object reads the folder again: two models made from one config object would both run the
+        # attention of the later one.
+        try:
+            with _no_progress_bar():
+                self.model = GPT2LMHeadModel.from_pretrained(
+                    folder, attn_implementation=attention, dtype=dtype, local_files_only=True
+                )
+            self.tokenizer = GPT2Tokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise ValueError(f"cannot load the model in {folder}: {error}") from error
+        self.model.to(self.device).eval()
+        self.tokenizer.padding_side = "left"  # so that the last token of every prompt is its end
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.max_seq_len = min(max_seq_len, self.model.config.n_positions)
+        # BEGIN STAFF
+        self._loop: Any = None
+        self._in_loop = False
+        # END STAFF
+
+    def use(self, path: str) -> None:
+        """Continue texts in another way from now on, with the same weights: ``path`` is one of PATHS.
+
+        Raises:
+            ValueError: an unknown path, or a model that it cannot run.
+        """
+        if path not in PATHS:
+            raise ValueError(f"path must be one of {', '.join(PATHS)}; got {path!r}")
+        # BEGIN STAFF
+        if path == "loop" and self._loop is None:
+            from task7.decoder import Gpt2Loop
+
+            self._loop = Gpt2Loop(self.model, self.max_seq_len)
+        self._in_loop = path == "loop"
+        # END STAFF
+        self.model.set_attn_implementation(PATHS[path])
+
+    def generate(
+        self,
+        prompt: str | Sequence[str],
+        max_new_tokens: int = 50,
+        temperature: float = 1.0,
+        top_k: int = 50,
+        *,
+        top_p: float = 1.0,
+        do_sample: bool = False,
+        seed: int | None = None,
+        cache: str = "dynamic",
+    ) -> str | list[str]:
+        """The prompt and its continuation; a list for a list of prompts.
+
+        Args:
+            prompt: one text, or several that are continued together as one batch.
+            max_new_tokens: upper limit; fewer where the model ends its text.
+            temperature, top_k, top_p: for sampling. Scores are divided by the temperature; then the top_k likeliest
+                tokens remain (0: the whole vocabulary), and of these the fewest whose probabilities reach top_p.
+            do_sample: draw each token at random; otherwise greedy decoding.
+            seed: makes sampling repeatable, and leaves PyTorch's own random state unchanged.
+            cache: "dynamic" grows with each token; "static" is allocated once for the longest text.
+
+        Raises:
+            ValueError: an empty prompt, one that does not fit the model together with the new tokens, or numbers out
+                of range.
+        """
+        out = self.generate_tokens(
+            *self.encode(_as_list(prompt)),
+            max_new_tokens,
+            temperature,
+            top_k,
+            top_p=top_p,
+            do_sample=do_sample,
+            seed=seed,
+            cache=cache,
+        )
+        texts = [self.decode(row) for row in out]
+        return texts[0] if isinstance(prompt, str) else texts
+
+    def stream(
+        self,
+        prompt: str | Sequence[str],
+        max_new_tokens: int = 50,
+        temperature: float = 1.0,
+        top_k: int = 50,
+        *,
+        top_p: float = 1.0,
+        do_sample: bool = False,
+        seed: int | None = None,
+        cache: str = "dynamic",
+    ) -> Generator[list[str]]:
+        """As ``generate``, but yields the new text of each prompt after every step.
+
+        A piece is "" where a sequence is over, or where its bytes so far are not a whole character. The pieces of a
+        prompt, joined, are what ``generate`` adds to it. A thread generates; it ends when the iterator is closed or
+        deleted, and its exceptions are raised here.
+
+        Raises:
+            ValueError: as ``generate``, before the first step.
+        """
+        tokens, mask = self.encode(_as_list(prompt))
+        steps = self.stream_tokens(
+            tokens,
+            mask,
+            max_new_tokens,
+            temperature,
+            top_k,
+            top_p=top_p,
+            do_sample=do_sample,
+            seed=seed,
+            cache=cache,
+        )
+        return texts_of(steps, len(tokens), self.decode)
+
+    def encode(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Tokens and attention mask, both int64 (prompts, longest), padded on the left."""
+        if not prompts or not all(isinstance(p, str) and p for p in prompts):
+            raise ValueError(f"a prompt must be a text of at least one character; got {prompts!r}")
+        if any("\ud800" <= c <= "\udfff" for c in "".join(prompts)):  # from bytes that are no UTF-8
+            raise ValueError(f"a prompt must be valid Unicode; got {prompts!r}")
+        batch = self.tokenizer(list(prompts), return_tensors="pt", padding=True, verbose=False)
+        return batch["input_ids"].to(self.device), batch["attention_mask"].to(self.device)
+
+    def decode(self, tokens: Tensor | list[int]) -> str:
+        """The text of one sequence, without padding and end."""
+        # The clean-up is for texts of separate words; a folder may ask for it, and it would change the prompt.
+        return self.tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def generate_tokens(
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        max_new_tokens: int = 50,
+        temperature: float = 1.0,
+        top_k: int = 50,
+        *,
+        top_p: float = 1.0,
+        do_sample: bool = False,
+        seed: int | None = None,
+        cache: str = "dynamic",
+        ignore_end: bool = False,
+    ) -> Tensor:
+        """As ``generate``, with tokens and mask from ``encode``; returns (prompts, prompt + new tokens).
+
+        ``ignore_end``: generate exactly ``max_new_tokens``, for measurements; the end token is never chosen.
+        """
+        self._check_lengths(tokens.shape[1], max_new_tokens)
+        options = _options(max_new_tokens, temperature, top_k, top_p, do_sample, seed, cache)
+        if ignore_end:
+            options["min_new_tokens"] = max_new_tokens
+        return self._generate(tokens, mask, seed, options).clone()  # an ordinary tensor
+
+    def stream_tokens(
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        max_new_tokens: int = 50,
+        temperature: float = 1.0,
+        top_k: int = 50,
+        *,
+        top_p: float = 1.0,
+        do_sample: bool = False,
+        seed: int | None = None,
+        cache: str = "dynamic",
+    ) -> Generator[Tensor]:
+        """As ``generate_tokens``, but yields the new tokens after every step, int64 (prompts,) on the CPU.
+
+        A step's tokens are yielded when the device has computed them. A sequence that is over goes on with padding.
+        """
+        self._check_lengths(tokens.shape[1], max_new_tokens)
+        options = _options(max_new_tokens, temperature, top_k, top_p, do_sample, seed, cache)
+        # a thread begins with PyTorch's default stream, whatever its parent's is
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+        def generate(streamer: BaseStreamer) -> None:
+            with torch.cuda.stream(stream):
+                self._generate(tokens, mask, seed, options | {"streamer": streamer})
+
+        return steps_of(generate)
+
+    def trace(
+        self, tokens: Tensor, mask: Tensor, max_new_tokens: int = 50, *, cache: str = "dynamic"
+    ) -> Any:
+        """As ``generate_tokens``, greedy, with what led to the tokens, as transformers returns it.
+
+        ``sequences`` is (prompts, prompt + new tokens). ``logits`` has for each step (prompts, vocabulary), and
+        ``hidden_states`` has for each step a tuple of (prompts, its tokens, hidden): after the embeddings, and after
+        each layer.
+        """
+        self._check_lengths(tokens.shape[1], max_new_tokens)
+        options = _options(max_new_tokens, 1.0, 0, 1.0, False, None, cache)
+        recorded = dict.fromkeys(
+            ("return_dict_in_generate", "output_logits", "output_hidden_states"), True
+        )
+        return self._generate(tokens, mask, None, options | recorded)
+
+    def _generate(
+        self, tokens: Tensor, mask: Tensor, seed: int | None, options: dict[str, Any]
+    ) -> Tensor:
+        devices = [self.device] if self.device.type == "cuda" else []
+        keep_random_state = nullcontext() if seed is None else torch.random.fork_rng(devices)
+        # inference_mode: each call of torch takes a tenth less time than under transformers' own no_grad
+        with _generating, keep_random_state, torch.inference_mode():
+            if seed is not None:
+                torch.manual_seed(seed)
+            # BEGIN STAFF, for students: generator = self.model
+            generator = self._loop if self._in_loop else self.model
+            # END STAFF
+            return generator.generate(
+                tokens,
+                attention_mask=mask,
+                pad_token_id=self.tokenizer.pad_token_id,
+                **options,
+            )
+
+    def _check_lengths(self, prompt_tokens: int, max_new_tokens: int) -> None:
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1; got {max_new_tokens!r}")
+        room = self.max_seq_len - prompt_tokens
+        limit = (
+            f"{self.max_seq_len} tokens (max_seq_len; the model has "
+            f"{self.model.config.n_positions} positions)"
+        )
+        if room < 1:
+            raise ValueError(f"the prompt has {prompt_tokens} tokens, too long for {limit}")
+        if max_new_tokens > room:
+            raise ValueError(
+                f"a prompt of {prompt_tokens} tokens leaves room for {room} new ones in {limit}; "
+                f"max_new_tokens is {max_new_tokens}"
+            )
+
+
+def _as_list(prompt: str | Sequence[str]) -> list[str]:
+    return [prompt] if isinstance(prompt, str) else list(prompt)
+
+
+def _options(
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    do_sample: bool,
+    seed: int | None,
+    cache: str,
+) -> dict[str, Any]:
+    """What transformers' ``generate`` takes for these numbers; ValueError where one is out of range."""
+    if not (0 < temperature < math.inf or (temperature == 0 and not do_sample)):
+        raise ValueError(f"temperature must be above 0 and finite; got {temperature}")
+    if not isinstance(top_k, int) or top_k < 0:
+        raise ValueError(f"top_k must be at least 0 (0: the whole vocabulary); got {top_k!r}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1; got {top_p}")
+    if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**64):
+        raise ValueError(f"seed must be from 0 to 2**64 - 1; got {seed!r}")
+    if cache not in ("dynamic", "static"):
+        raise ValueError(f'cache must be "dynamic" or "static"; got {cache!r}')
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": do_sample}
+    if do_sample:
+        options |= {"temperature": float(temperature), "top_k": top_k, "top_p": float(top_p)}
+    if cache == "static":
+        # otherwise transformers runs torch.compile, which takes a minute
+        options |= {"cache_implementation": "static", "disable_compile": True}
+    return options
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Hides the bar that transformers shows while it loads weights."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _device(wanted: torch.device | str | None) -> torch.device:
+    try:
+        device = torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:  # PyTorch's own words are a list of 20 kinds
+        raise ValueError(f"device must be cpu or cuda; got {wanted!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"the kernels run on cpu and cuda; got {device}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but PyTorch sees no GPU")
+    return device
