@@ -52,9 +52,9 @@ def test_an_endless_kernel_fails(loop, check):
     assert where, first
     assert second == f"  in kernel endless, launched at {place('launch')}"
     if check or loop in ("BARRIERS", "SHUFFLES"):
-        assert where.groups() == (place(loop), ""), first
-    else:
-        assert where[2] in ("", ", or near it; with --check the line is exact"), first
+        assert where[1] == place(loop), first
+    # where threads switch the fast build knows the line, but the limit may end the loop in between
+    assert where[2] in ("", "" if check else ", or near it; with --check the line is exact"), first
     assert torch.equal(endless("NONE", blocks=1, check=check), torch.arange(64.0))
 
 
