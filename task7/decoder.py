@@ -25,7 +25,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from task4.prefill import fast_attention
 from task5.ladder import append_rope, decode_attention
-from task6.generation.graph import capture
+from task6.generation.graph import GraphedStep
 from task6.generation.weights import expect_room
 
 
@@ -66,7 +66,7 @@ class Gpt2Decoder:
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=w.device)
         self.logits = torch.empty(batch, c.vocab_size, **place)
         self.filled = 0  # the largest of lengths, known to the host
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._advance = GraphedStep(self.tokens, self.lengths, max_seq_len)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, end: int | None = None
@@ -166,16 +166,7 @@ class Gpt2Decoder:
         Raises:
             ValueError: no prompt yet, or no position left: a graph would write past its buffers.
         """
-        if not 1 <= self.filled < self.max_seq_len:
-            raise ValueError(
-                f"a step needs a prompt and a position that is left; {self.filled} of {self.max_seq_len} are filled"
-            )
-        if self.tokens.is_cuda and self._graph is None:
-            self._graph = capture(self._step, self.tokens, self.lengths)
-        if self._graph is None:
-            self._step()
-        else:
-            self._graph.replay()
+        self._advance(self._step, self.filled)
         self.filled += 1
         return self.tokens
 

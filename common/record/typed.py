@@ -1,7 +1,37 @@
-"""Dataclasses from JSON."""
+"""What a command's complete runs found, as dataclasses in a JSON file."""
 
-from dataclasses import is_dataclass
+import json
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
+
+from common.record.grid import Grid
+from common.record.record import write_json
+
+Run = dict[str, Any]  # common.record.provenance, and what a command adds to it
+
+
+@dataclass
+class Tables:
+    """What a run printed."""
+
+    run: Run
+    grids: list[Grid]
+
+
+def read(kind: Any, path: Path) -> Any:
+    """The file's content as this type; an empty one if there is no file yet."""
+    return from_json(kind, json.loads(path.read_text()) if path.exists() else {})
+
+
+def write(path: Path, found: Any) -> None:
+    """Write a dataclass, or dataclasses by name; of timings without their samples.
+
+    A table has some hundred times: with the samples of each the file would be several times as large.
+    """
+    write_json(
+        path, {k: _plain(v) for k, v in found.items()} if isinstance(found, dict) else _plain(found)
+    )
 
 
 def from_json(kind: Any, found: Any) -> Any:
@@ -26,3 +56,10 @@ def from_json(kind: Any, found: Any) -> Any:
     if get_origin(kind) in (list, tuple):
         return get_origin(kind)(from_json(inner[0], value) for value in found)
     return from_json(inner[0], found) if inner[1:] == (type(None),) else found
+
+
+def _plain(found: Any) -> Any:
+    def kept(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in fields if name != "samples_ms"}
+
+    return asdict(found, dict_factory=kept)

@@ -1,26 +1,21 @@
 """What complete runs found, in table.json: the times, the bars and the endurance run."""
 
-import json
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-from common.record import write_json
-from common.record.grid import Grid
-from common.record.typed import from_json
+from common.record.typed import Run, Tables, read, write
 from common.timing import Timing
 from common.timing.compare import Measured
 from task5.ladder.benchmark import Shape
 from task5.ladder.rungs import FOLDER
 
 TABLE = FOLDER / "table.json"
-Run = dict[str, Any]  # common.record.provenance, and the libraries' versions as "peers"
 
 
 @dataclass
 class Times:
     """A run over all shapes. A timing is of one call."""
 
-    run: Run
+    run: Run  # with the libraries' versions as "peers"
     read_gb_per_s: float  # measured in the same run
     shapes: dict[str, Measured] = field(default_factory=dict)  # by their keys
 
@@ -40,14 +35,6 @@ class Times:
 
 
 @dataclass
-class Tables:
-    """What else a run printed."""
-
-    run: Run
-    grids: list[Grid]
-
-
-@dataclass
 class Record:
     """What is known."""
 
@@ -58,7 +45,7 @@ class Record:
 
 def load() -> Record:
     """The record; empty before the first run."""
-    return from_json(Record, json.loads(TABLE.read_text())) if TABLE.exists() else Record()
+    return read(Record, TABLE)
 
 
 def save(**parts: Times | Tables) -> Record:
@@ -66,10 +53,5 @@ def save(**parts: Times | Tables) -> Record:
     record = load()
     for name, found in parts.items():
         setattr(record, name, found)
-    write_json(TABLE, asdict(record, dict_factory=_without_samples))
+    write(TABLE, record)
     return record
-
-
-def _without_samples(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """There are some hundred times: with their samples the file would be several times as large."""
-    return {name: value for name, value in fields if name != "samples_ms"}

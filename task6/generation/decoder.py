@@ -10,7 +10,7 @@ from common.products.fp32 import can_split
 from task4.prefill import fast_attention
 from task5.ladder import append_rope, decode_attention
 from task6.generation.elementwise import add_rms_norm, swiglu
-from task6.generation.graph import capture
+from task6.generation.graph import GraphedStep
 from task6.generation.parallel import Group
 from task6.generation.product import MAX_ROWS, product
 from task6.generation.weights import Weights, expect_room
@@ -80,7 +80,7 @@ class Decoder:
         self.filled = 0  # the largest of lengths, known to the host
         self.group = group or Group()
         self.fused = w.is_cuda if fused is None else fused
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._advance = GraphedStep(self.tokens, self.lengths, max_seq_len)
 
     def prefill(self, prompt: Tensor) -> Tensor:
         """Begin anew with a prompt; the first new token of each sequence, int64 ``(batch, 1)``.
@@ -115,16 +115,7 @@ class Decoder:
         Raises:
             ValueError: no prompt yet, or no position left.
         """
-        if not 1 <= self.filled < self.max_seq_len:
-            raise ValueError(
-                f"a step needs a prompt and a position that is left; {self.filled} of {self.max_seq_len} are filled"
-            )
-        if self.tokens.is_cuda and self._graph is None:
-            self._graph = capture(self._step, self.tokens, self.lengths)
-        if self._graph is None:
-            self._step()
-        else:
-            self._graph.replay()
+        self._advance(self._step, self.filled)
         self.filled += 1
         return self.tokens
 

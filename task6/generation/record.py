@@ -1,13 +1,10 @@
 """What complete runs on a GPU found, in table.json: the bars, those of several GPUs, and the endurance run."""
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from common.record import provenance, write_json
-from common.record.grid import Grid
-from common.record.typed import from_json
+from common.record import provenance
+from common.record.typed import Run, Tables, read, write
 from task6.generation.benchmark import Found
 
 FOLDER = Path(__file__).parent
@@ -23,7 +20,6 @@ SOURCES = (
     "task5/ladder/append.py",
     "task5/ladder/call.py",
 )  # fmt: skip
-Run = dict[str, Any]  # common.record.provenance
 
 
 @dataclass
@@ -33,14 +29,6 @@ class Times:
     run: Run
     read_gb_per_s: float  # of a pure read, measured in the same run
     found: list[Found] = field(default_factory=list)
-
-
-@dataclass
-class Tables:
-    """What else a run printed."""
-
-    run: Run
-    grids: list[Grid]
 
 
 @dataclass
@@ -54,18 +42,14 @@ class Record:
 
 def load() -> Record:
     """The record; empty before the first run."""
-    return from_json(Record, json.loads(TABLE.read_text())) if TABLE.exists() else Record()
+    return read(Record, TABLE)
 
 
 def save(record: Record) -> None:
     """Write the record."""
-    write_json(TABLE, asdict(record, dict_factory=_without_samples))
+    write(TABLE, record)
 
 
 def origin(device: str, seed: int) -> Run:
     """Where a run's figures come from."""
     return provenance(SOURCES, device=device, seed=seed)
-
-
-def _without_samples(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in fields if name != "samples_ms"}
