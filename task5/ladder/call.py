@@ -27,10 +27,16 @@ _KERNELS = {
     2: Kernels(__file__, "02_dependent_launch.cu"),
     3: Kernels(__file__, "03_clusters.cu"),
     4: Kernels(__file__, "04_deeper.cu"),
+    5: Kernels(__file__, "05_keys_as_rows.cu"),
 }
 RUNGS = tuple(_KERNELS)
-CLUSTERS = (3, 4)  # of the rungs
+CLUSTERS = (3, 4, 5)  # of the rungs
+KEYS_AS_ROWS = 5  # for 16 bits
 MOST_BLOCKS = 16  # of a cluster
+MOST_CLUSTERS = 8  # of a pair
+MANY_KEYS = 512  # of a block, so that more clusters pay
+LONG_CACHE = 2048  # keys from which rung 5 is faster for few kv heads
+ROWS = 16  # of q that read a kv head in rungs 1 to 4
 
 
 def decode_attention(
@@ -64,7 +70,7 @@ def decode_attention(
             its keys are not seen.
         window: how many keys a token sees at most, itself included; None: no limit.
         batch_invariant: a sequence's result has the same bits alone, in any batch and order, contiguous or paged.
-        rung: 1, or 2 to 4 on Hopper; the fastest for these shapes if None.
+        rung: 1, or 2 to 5 on Hopper, 5 for 16 bits alone; the fastest for these shapes if None.
 
     Returns:
         ``(batch, q_len, heads, head_dim)``, contiguous, q's dtype. A query that sees no key gives 0.
@@ -79,7 +85,7 @@ def decode_attention(
         raise ValueError(f"window must be at least 1 key, or None; got {window}")
     _, q_len, heads, head_dim = q.shape
     kv_heads = k.shape[2]
-    _check_rung(q.device, rung)
+    _check_rung(q, rung)
     out = torch.empty((batch, q_len, heads, head_dim), dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
@@ -89,7 +95,7 @@ def decode_attention(
     plan = _plan(call, batch, kv_heads, kv_len, batch_invariant, rung)
     partial, counters = None, None
     if plan.floats:
-        partial, counters = _workspace(q.device, plan.floats, plan.counters)
+        partial, counters = workspace(q.device, plan.floats, plan.counters)
     _KERNELS[plan.rung].launch(
         "decode", q=q, k=k, v=v, out=out, seqlens_k=seqlens_k, leftpad_k=leftpad_k, block_table=block_table,
         max_pages=0 if block_table is None else block_table.shape[1], window=min(window or 0, kv_len),
@@ -146,11 +152,13 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _check_rung(device: torch.device, rung: int | None) -> None:
+def _check_rung(q: Tensor, rung: int | None) -> None:
     if rung is not None and rung not in RUNGS:
         raise ValueError(f"rung must be one of {RUNGS}; got {rung}")
-    if rung is not None and rung > 1 and not _is_hopper(device):
-        raise ValueError(f"rung {rung} runs on a Hopper GPU alone; the tensors are on {device}")
+    if rung is not None and rung > 1 and not _is_hopper(q.device):
+        raise ValueError(f"rung {rung} runs on a Hopper GPU alone; the tensors are on {q.device}")
+    if rung == KEYS_AS_ROWS and q.dtype == torch.float32:
+        raise ValueError(f"rung {rung} computes in 16 bits; got {describe(q)}")
 
 
 class _Call(NamedTuple):
@@ -180,13 +188,27 @@ def _plan(
     call: _Call, batch: int, kv_heads: int, kv_len: int, batch_invariant: bool, rung: int | None
 ) -> _Plan:
     """The rung, and how many blocks share the work: from shapes alone, never from lengths."""
+    hopper, halves = _is_hopper(call.device), call.dtype != dtype_code(torch.float32)
+    if rung is None and hopper and halves:
+        # A sequence has the same bits from one rung alone.
+        few = batch_invariant or _few_pairs(call, batch * kv_heads, kv_len)
+        rung = KEYS_AS_ROWS if few else None
+    if rung == KEYS_AS_ROWS:
+        pairs = batch * _pairs(call, KEYS_AS_ROWS, kv_heads)
+        of_a_cluster = _of_a_cluster(call, KEYS_AS_ROWS, kv_heads, batch, kv_len)
+        clusters = _clusters_of_a_pair(call, pairs * of_a_cluster, kv_len // of_a_cluster)
+        blocks = pairs * of_a_cluster * clusters
+        chunks = MOST_BLOCKS if batch_invariant else 0
+        if clusters == 1:
+            return _Plan(KEYS_AS_ROWS, blocks, chunks)
+        floats = pairs * clusters * call.query(KEYS_AS_ROWS, "floats_of_a_part")
+        return _Plan(
+            KEYS_AS_ROWS, blocks, chunks, pairs * clusters, floats, counters=pairs * of_a_cluster
+        )
     # By itself a call of head_dim 256 takes equal shares: of its clusters' blocks, no two fit on an SM.
-    clusters = rung in CLUSTERS or (
-        rung is None and _is_hopper(call.device) and call.head_dim < 256
-    )
-    # A sequence's result may not depend on the batch, nor on how much room there is.
-    fixed = (1, INVARIANT_KEYS) if batch_invariant else (batch, kv_len)
-    if clusters:
+    if rung in CLUSTERS or (rung is None and hopper and call.head_dim < 256):
+        # A sequence's result may not depend on the batch, nor on how much room there is.
+        fixed = (1, INVARIANT_KEYS) if batch_invariant else (batch, kv_len)
         of_a_cluster = _of_a_cluster(call, rung or 3, kv_heads, *fixed)
         number = rung or (3 if of_a_cluster >= 4 or batch_invariant else 4)
         blocks = of_a_cluster * batch * _pairs(call, number, kv_heads)
@@ -206,6 +228,14 @@ def _plan(
     )
 
 
+def _few_pairs(call: _Call, heads: int, kv_len: int) -> bool:
+    """Whether rung 5 is the fastest: so few kv heads that blocks share their keys, or many rows of q for each."""
+    sms = torch.cuda.get_device_properties(call.device).multi_processor_count
+    if call.rows > ROWS or (call.head_dim > 128 and 4 * heads <= sms):
+        return True
+    return kv_len >= (LONG_CACHE if 8 * heads <= sms else 4 * LONG_CACHE) and 4 * heads <= sms
+
+
 def _pairs(call: _Call, rung: int, kv_heads: int) -> int:
     """Of a kv head and rows that share one read of its keys, for one sequence."""
     return kv_heads * -(-call.rows // call.query(rung, "rows_of_a_pair"))
@@ -214,19 +244,42 @@ def _pairs(call: _Call, rung: int, kv_heads: int) -> int:
 def _of_a_cluster(call: _Call, rung: int, kv_heads: int, batch: int, kv_len: int) -> int:
     """How many blocks share a pair: a power of two.
 
-    All are there at once, one on each SM, or two where each has much to do; and each has two tiles at least.
+    All are there at once, one on each SM, or two where each has much to do; and each has two tiles at least. Rung 5
+    takes the memory's time with a block on every other SM.
     """
     pairs = batch * _pairs(call, rung, kv_heads)
     tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
     sms = torch.cuda.get_device_properties(call.device).multi_processor_count
     blocks = 1
+
+    def room(blocks: int) -> int:
+        if rung == KEYS_AS_ROWS:
+            return sms // 2
+        return 2 * sms if tiles >= LONG * blocks else sms
+
     while (
         2 * blocks <= min(MOST_BLOCKS, tiles // 2)
-        and pairs * 2 * blocks <= (2 * sms if tiles >= LONG * 2 * blocks else sms)
+        and pairs * 2 * blocks <= room(2 * blocks)
         and pairs <= call.query(rung, "clusters_at_once", blocks=2 * blocks, tiles=min(tiles, LONG))
     ):
         blocks *= 2
     return blocks
+
+
+def _clusters_of_a_pair(call: _Call, blocks: int, keys: int) -> int:
+    """How many clusters share a pair, where ``blocks`` of one cluster a pair would leave SMs idle: a power of two.
+
+    They merge through global memory, which pays where each block still has many of its ``keys``.
+    """
+    sms = torch.cuda.get_device_properties(call.device).multi_processor_count
+    clusters = 1
+    while (
+        2 * clusters <= MOST_CLUSTERS
+        and blocks * 2 * clusters <= sms // 2
+        and keys >= MANY_KEYS * 2 * clusters
+    ):
+        clusters *= 2
+    return clusters
 
 
 def _blocks(call: _Call, rung: int) -> int:
@@ -244,7 +297,7 @@ def _blocks(call: _Call, rung: int) -> int:
 _workspaces: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
 
-def _workspace(device: torch.device, floats: int, counters: int) -> tuple[Tensor, Tensor]:
+def workspace(device: torch.device, floats: int, counters: int) -> tuple[Tensor, Tensor]:
     """Scratch of at least this size, and int32 counters that are 0 when the current stream's next launch begins.
 
     A launch leaves the counters so. A CUDA graph that is captured gets its own, and zeroes them: it may be replayed

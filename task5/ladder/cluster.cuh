@@ -3,27 +3,8 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include "cluster_memory.cuh"
 #include "pipeline.cuh"
-
-// The threads of a cluster meet: no thread passes wait_for_cluster() before all have passed arrive_in_cluster(); what
-// they wrote before is visible after.
-DEVICE void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-// The address of the same variable of block `rank`.
-DEVICE uint32_t of_block(const void* variable, int rank) {
-  const uint32_t own = uint32_t(__cvta_generic_to_shared(variable));
-  uint32_t address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(rank));
-  return address;
-}
-DEVICE void store_to(int rank, float4* to, float4 x) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(of_block(to, rank)), "f"(x.x), "f"(x.y),
-               "f"(x.z), "f"(x.w) : "memory");
-}
-DEVICE void store_to(int rank, float2* to, float2 x) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(of_block(to, rank)), "f"(x.x), "f"(x.y) : "memory");
-}
 
 constexpr int MOST_BLOCKS = 16;  // of a cluster
 

@@ -10,7 +10,7 @@ import torch
 from common.check import assert_close
 from common.check.rng import new_seed
 from task5.ladder import call, decode_attention
-from task5.ladder.call import ON_CPU
+from task5.ladder.call import KEYS_AS_ROWS, ON_CPU
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
@@ -18,10 +18,11 @@ RUNGS = [
     1,
     *(
         pytest.param(n, marks=pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"))
-        for n in (2, 3, 4)
+        for n in (2, 3, 4, 5)
     ),
     None,
 ]
+HALVES = (torch.float16, torch.bfloat16)
 LENGTHS = (1, 63, 64, 65, 200, 333, 700) if DEVICE == "cpu" else (1, 64, 65, 333, 700, 2500, 5000)
 CASES = 40 if DEVICE == "cpu" else 200
 PAGE_SIZES = (16, 32, 48, 64, 256)
@@ -30,7 +31,7 @@ PAGE_SIZES = (16, 32, 48, 64, 256)
 class Case:
     """Random shapes, lengths and options. Keys and values that no token sees are NaN."""
 
-    def __init__(self, seed, dtype=None):
+    def __init__(self, seed, dtypes=(torch.float32, *HALVES)):
         self.rng = r = random.Random(seed)
         torch.manual_seed(seed)
         self.batch, self.kv_heads = r.choice((1, 2, 3)), r.choice((1, 2, 3))
@@ -39,7 +40,7 @@ class Case:
             r.choice((1, 1, 1, 2, 5, 16)),
         )
         self.head_dim, self.room = r.choice((64, 128, 128, 256)), max(self.q_len, r.choice(LENGTHS))
-        dtype = dtype or r.choice((torch.float32, torch.float16, torch.bfloat16))
+        dtype = r.choice(dtypes)
         self.window = r.choice((None, None, 1, 17, 100))
         self.lengths = [r.randint(0, self.room) for _ in range(self.batch)]
         self.leftpad = [r.choice((0, 0, 0, r.randint(0, self.room))) for _ in range(self.batch)]
@@ -103,12 +104,16 @@ class Case:
         return *pools, table.to(device=DEVICE, dtype=torch.int32)
 
 
+def case_for(rung, seed):
+    return Case(seed, HALVES) if rung == KEYS_AS_ROWS else Case(seed)
+
+
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("part", range(4))
 def test_it_matches_float64(rung, part):
     for seed in range(CASES // 4):
         seed = new_seed()
-        case = Case(seed)
+        case = case_for(rung, seed)
         options = dict(paged=case.rng.random() < 0.5, batch_invariant=case.rng.random() < 0.3)
         got = case.run(rung=rung, **options)
         try:
@@ -127,7 +132,7 @@ def test_it_matches_float64(rung, part):
 def test_a_sequence_has_the_same_bits_in_any_batch(rung):
     for _ in range(CASES // 4):
         seed = new_seed()
-        case = Case(seed)
+        case = case_for(rung, seed)
         whole = case.run(rung=rung, batch_invariant=True)
         some = case.rng.sample(range(case.batch), case.rng.randint(1, case.batch))
         for paged in (False, True):
@@ -173,7 +178,7 @@ def test_nothing_to_do(batch, room):
 @pytest.mark.parametrize("rung", RUNGS)
 def test_lengths_may_change_just_before(rung):
     """A launch may begin before the one that changes the lengths is complete."""
-    case = Case(5, torch.float16)
+    case = Case(5, (torch.float16,))
     case.leftpad, case.room = [0] * case.batch, case.k.shape[1]
     k, v = (t.nan_to_num(0.5) for t in (case.k, case.v))
     lengths = torch.zeros(case.batch, dtype=torch.int32, device=DEVICE)
@@ -229,7 +234,7 @@ HALF = torch.float16
         ({n: torch.zeros(1, 1, 2, 96, dtype=HALF) for n in "qkv"}, "head_dim must be 64, 128 or 256; got 96"),
         ({"k": torch.zeros(1, 40, 2, 68, dtype=HALF)[..., 2:-2]}, "k must have a contiguous last dimension, and rows that begin"),
         ({"window": 0}, "window must be at least 1 key, or None; got 0"),
-        ({"rung": 7}, r"rung must be one of \(1, 2, 3, 4\); got 7"),
+        ({"rung": 7}, r"rung must be one of \(1, 2, 3, 4, 5\); got 7"),
         ({"seqlens_k": torch.zeros(2, dtype=torch.int32)}, "seqlens_k must be"),
         ({"block_table": torch.zeros(1, 2, dtype=torch.int32)}, "page_size must be a multiple of 16 up to 256; got 40"),
         ({"block_table": torch.zeros(1, 2), **{n: torch.zeros(3, 32, 2, 64, dtype=HALF) for n in "kv"}}, "block_table must be .* int32"),
@@ -252,6 +257,13 @@ def test_rung_2_is_for_hopper():
         decode_attention(q, q, q, rung=2)
 
 
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+def test_rung_5_is_for_16_bits():
+    q = torch.zeros(1, 1, 2, 64, device=DEVICE)
+    with pytest.raises(ValueError, match="rung 5 computes in 16 bits; got .*float32"):
+        decode_attention(q, q, q, rung=5)
+
+
 @pytest.fixture
 def h200(monkeypatch):
     """What a plan asks of a GPU, answered as by an H200."""
@@ -261,13 +273,16 @@ def h200(monkeypatch):
     def query(self, rung, name, blocks=None, tiles=None):
         answers = {"rows_of_a_pair": 8 if self.rows <= 8 else 32, "keys_of_a_tile": 64}
         answers |= {"shared_memory_bytes": 80 * 1024, "clusters_at_once": room.get(blocks)}
+        answers["floats_of_a_part"] = 1536
         return answers[name]
 
     monkeypatch.setattr(call, "_is_hopper", lambda device: True)
     monkeypatch.setattr(call._Call, "query", query)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     call._plan.cache_clear()
-    yield lambda rows=4, head_dim=128: call._Call(torch.device("cuda", 0), 0, head_dim, rows)
+    yield lambda rows=4, head_dim=128, dtype=0: call._Call(
+        torch.device("cuda", 0), dtype, head_dim, rows
+    )
     call._plan.cache_clear()
 
 
@@ -298,6 +313,29 @@ def test_the_rung_that_is_chosen(h200, batch, kv_heads, kv_len, rung, blocks):
     plan = call._plan(h200(), batch, kv_heads, kv_len, False, None)
     assert (plan.rung, plan.blocks) == (rung, blocks)
     assert call._plan(h200(head_dim=256), batch, kv_heads, kv_len, False, None).rung == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "kv_len", "blocks", "parts"),
+    [
+        (1, 8, 8192, 8 * 8, 0),  # every other SM
+        (1, 32, 8192, 32 * 2, 0),
+        (1, 1, 131072, 16 * 4, 4),  # one cluster would leave most SMs idle
+        (1, 2, 2048, 2 * 16, 0),  # several would have too little to do
+    ],
+)
+def test_16_bits_take_rung_5_where_pairs_are_few(h200, batch, kv_heads, kv_len, blocks, parts):
+    plan = call._plan(h200(dtype=2), batch, kv_heads, kv_len, False, None)
+    assert (plan.rung, plan.blocks, plan.slots) == (KEYS_AS_ROWS, blocks, parts)
+
+
+def test_16_bits_take_rung_5_for_many_rows_wide_heads_and_the_same_bits(h200):
+    def rung(batch=16, invariant=False, **shape):
+        return call._plan(h200(dtype=2, **shape), batch, 8, 1024, invariant, None).rung
+
+    assert rung() == rung(rows=16) == 4
+    assert rung(rows=17) == rung(invariant=True) == KEYS_AS_ROWS
+    assert rung(batch=4, head_dim=256) == KEYS_AS_ROWS and rung(head_dim=256) == 2
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")

@@ -1,0 +1,159 @@
+// Rung 5. Keys are the rows of the products, by wgmma, and TMA loads them.
+// architectures: sm_90a
+//
+//   S^T = K_j Q^T          64 keys x N rows of q, N = 8 to 64
+//   O^T = V_j^T P^T        64 columns of V x N
+//
+// A product of the tensor cores has 16 rows at least, wgmma's 64, and decode has 1 to 16 rows of q for a kv head: in
+// rungs 1 to 4 most of a product's rows are nothing. Transposed, K_j and V_j are the 64 rows, and q the N columns. So
+//   products      8 instructions of the whole block instead of 32 of each warp, for 64 keys at head_dim 128, and no
+//                 ldmatrix: wgmma reads both operands from shared memory
+//   registers     O^T of 8 rows takes 8 of them, and up to 64 rows of q share a read of K and V
+//   warps         are not apart any more: all have the same m_i, and the block has one part in the end
+//   loads         one warp has TMA load what comes next, a page's keys of a tile in one instruction
+// P^T has to pass through shared memory: it is the operand with rows of keys.
+//
+// block (160)   four warps that compute, and one that loads
+// grid          (blocks of a pair, pairs of a sequence, batch): clusters of up to 16 blocks, and of a pair several of
+//               them where it would leave SMs idle. These merge through global memory, the last one to come does
+//
+// The parts of a pair are the leaves of a tree: a block merges its own, a cluster its blocks', and the last cluster the
+// clusters'. Batch-invariant, the keys are cut into as many parts as their number says, however many blocks there are.
+constexpr int WARPS = 4;
+#include "dependent_launch.cuh"
+
+#include "computing_warps.cuh"
+#include "loading_warp.cuh"
+#include "tensor_map.cuh"
+
+template <typename T, int D, int N>
+__global__ void __launch_bounds__(THREADS + 32, TWO_FIT<D, N> ? 2 : 1)
+decode_kernel(const __grid_constant__ Arguments c) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  auto& mem = *reinterpret_cast<Shared<D, N>*>(raw);
+  const int b = blockIdx.z, kv_head = c.a.row_tiles.quotient(blockIdx.y);
+  const int row_0 = (blockIdx.y - kv_head * int(c.a.row_tiles.d)) * N;
+  if (threadIdx.x == THREADS) {
+    tma_prefetch(&c.k_map), tma_prefetch(&c.v_map);
+    for (int i = 0; i < c.buffers; ++i) mbarrier_init(&mem.full[i], 1), mbarrier_init(&mem.empty[i], WARPS);
+    mbarrier_init(&mem.received, 1);
+    mbarrier_init_fence();
+    mbarrier_arrive_expect(&mem.received, received_bytes<D, N>(c, row_0));
+  }
+  __syncwarp();
+  start_in_cluster();
+  if (__shfl_sync(~0u, threadIdx.x / 32, 0) == WARPS) {
+    Producer<D, N>(c, mem, b, kv_head).run();
+  } else {
+    Consumer<T, D, N>{c, mem, b, kv_head, row_0}.run();
+  }
+}
+
+// ---- Host
+
+template <typename T_, int D_, int N_>
+struct Kernel {
+  using T = T_;
+  static constexpr int D = D_, N = N_;
+};
+
+template <typename T, int D, typename Use>
+static int with_rows(int rows, Use use) {
+  if (rows <= 8) return use(Kernel<T, D, 8>{});
+  if (rows <= 16) return use(Kernel<T, D, 16>{});
+  if constexpr (D <= 128) {
+    if (rows > 32) return use(Kernel<T, D, 64>{});
+  }
+  return use(Kernel<T, D, 32>{});
+}
+template <typename T, typename Use>
+static int with_head_dim(int head_dim, int rows, Use use) {
+  if (head_dim == 64) return with_rows<T, 64>(rows, use);
+  if (head_dim == 128) return with_rows<T, 128>(rows, use);
+  return with_rows<T, 256>(rows, use);
+}
+template <typename Use>
+static int with_kernel(int dtype, int head_dim, int rows, Use use) {
+  return dtype == FLOAT16 ? with_head_dim<__half>(head_dim, rows, use) : with_head_dim<__nv_bfloat16>(head_dim, rows, use);
+}
+
+template <int D, int N>
+static int buffers_of(int tiles) { return min(BUFFERS<D, N>, max(2 * tiles, Shared<D, N>::O_BUFFERS)); }
+template <int D, int N>
+static int bytes_of(int buffers) { return sizeof(Shared<D, N>) + buffers * Shared<D, N>::TILE; }
+
+template <typename T, int D, int N>
+static cudaError_t prepare() {
+  constexpr auto kernel = decode_kernel<T, D, N>;
+  if (cudaError_t error = allow_shared_memory<kernel, sizeof(Shared<D, N>) + BUFFERS<D, N> * Shared<D, N>::TILE>())
+    return error;
+  if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1)) return error;
+  return prefer_shared_memory<kernel>();
+}
+
+static int bits_of(int power_of_two) { return power_of_two == 1 ? 0 : 1 + bits_of(power_of_two / 2); }
+
+// A (batch or page, row, kv_head, head_dim) tensor in boxes of `keys` rows and 64 columns.
+template <typename T>
+static cudaError_t make_map(CUtensorMap* map, const View& x, int keys) {
+  const cuuint64_t sizes[5] = {64, cuuint64_t(x.sizes[1]), cuuint64_t(x.sizes[3] / 64), cuuint64_t(x.sizes[2]),
+                               cuuint64_t(x.sizes[0])};
+  const cuuint64_t pitches[4] = {pitch_of<T>(x.strides[1], x.sizes[1]), 128, pitch_of<T>(x.strides[2], x.sizes[2]),
+                                 pitch_of<T>(x.strides[0], x.sizes[0])};
+  return make_box_map<T>(map, x.data, sizes, pitches, {64, cuuint32_t(keys), 1, 1, 1});
+}
+
+extern "C" int rows_of_a_pair(int dtype, int head_dim, int rows) {
+  return with_kernel(dtype, head_dim, rows, [](auto is) { return decltype(is)::N; });
+}
+extern "C" int keys_of_a_tile(int dtype, int head_dim, int rows) {
+  return with_kernel(dtype, head_dim, rows, [](auto is) { return Shared<decltype(is)::D, decltype(is)::N>::KEYS; });
+}
+
+// Of what a cluster of a pair leaves in global memory, where there are several.
+extern "C" int floats_of_a_part(int dtype, int head_dim, int rows) {
+  return with_kernel(dtype, head_dim, rows, [](auto is) { return decltype(is)::N * decltype(is)::D / 4 * 6; });
+}
+
+// How many clusters of so many blocks the GPU holds at once, where each block has so many tiles at most.
+extern "C" int clusters_at_once(int dtype, int head_dim, int rows, int blocks, int tiles) {
+  return with_kernel(dtype, head_dim, rows, [=](auto is) {
+    using K = decltype(is);
+    if (prepare<typename K::T, K::D, K::N>()) return 0;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {unsigned(blocks), 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(blocks), config.blockDim = dim3(THREADS + 32);
+    config.dynamicSmemBytes = bytes_of<K::D, K::N>(buffers_of<K::D, K::N>(tiles));
+    config.attrs = &attribute, config.numAttrs = 1;
+    int clusters = 0;
+    return cudaOccupancyMaxActiveClusters(&clusters, decode_kernel<typename K::T, K::D, K::N>, &config) ? 0 : clusters;
+  });
+}
+
+extern "C" cudaError_t decode(View q, View k, View v, View out, const int* seqlens_k, const int* leftpad_k,
+                              const int* block_table, int max_pages, int window, int chunks, float scale,
+                              float* partial, int slots, int* counters, int blocks, int dtype, cudaStream_t stream) {
+  Arguments c;
+  c.a = make_decode(q, k, v, out, seqlens_k, leftpad_k, block_table, max_pages, window, chunks, scale, partial, slots,
+                    counters);
+  return cudaError_t(with_kernel(dtype, q.sizes[3], c.a.rows, [&](auto is) -> int {
+    using K = decltype(is);
+    using T = typename K::T;
+    constexpr int D = K::D, N = K::N, KEYS = Shared<D, N>::KEYS;
+    if (cudaError_t error = prepare<T, D, N>()) return error;
+    while (1 << c.a.tile_bits < KEYS) ++c.a.tile_bits;
+    c.a.row_tiles = Divisor(ceil_div(c.a.rows, N));
+    const int pairs = c.a.batch * c.a.kv_heads * c.a.row_tiles.d, of_a_pair = blocks / pairs;
+    const int clusters = max(1, slots / pairs), of_a_cluster = of_a_pair / clusters;
+    c.box_bits = 4;
+    while (c.box_bits < c.a.tile_bits && (!block_table || k.sizes[1] % (2 << c.box_bits) == 0)) ++c.box_bits;
+    c.buffers = buffers_of<D, N>(ceil_div(ceil_div(c.a.kv_len, KEYS), of_a_pair));
+    c.block_bits = bits_of(of_a_cluster), c.cluster_bits = bits_of(clusters);
+    if (cudaError_t error = make_map<T>(&c.k_map, k, 1 << c.box_bits)) return error;
+    if (cudaError_t error = make_map<T>(&c.v_map, v, 1 << c.box_bits)) return error;
+    return launch_kernel<Arguments>(decode_kernel<T, D, N>, dim3(of_a_pair, pairs / c.a.batch, c.a.batch), THREADS + 32,
+                                    bytes_of<D, N>(c.buffers), stream, c, of_a_cluster);
+  }));
+}

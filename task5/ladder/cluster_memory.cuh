@@ -1,0 +1,44 @@
+// What the blocks of a cluster share: a barrier, and stores to each other's shared memory. Hopper and later.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#ifndef DEVICE
+#define DEVICE __device__ __forceinline__
+#endif
+
+// The threads of a cluster meet: no thread passes wait_for_cluster() before all have passed arrive_in_cluster(); what
+// they wrote before is visible after.
+DEVICE void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// The address of the same variable of block `rank`.
+DEVICE uint32_t of_block(const void* variable, int rank) {
+  const uint32_t own = uint32_t(__cvta_generic_to_shared(variable));
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(rank));
+  return address;
+}
+DEVICE void store_to(int rank, float4* to, float4 x) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(of_block(to, rank)), "f"(x.x), "f"(x.y),
+               "f"(x.z), "f"(x.w) : "memory");
+}
+DEVICE void store_to(int rank, float2* to, float2 x) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(of_block(to, rank)), "f"(x.x), "f"(x.y) : "memory");
+}
+
+// As arrive_in_cluster(), but what was written before is not made visible.
+DEVICE void start_in_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+
+// Stores that nobody waits for but the block `rank`: its mbarrier counts their bytes.
+DEVICE void send_to(int rank, float4* to, float4 x, uint64_t* barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   of_block(to, rank)),
+               "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(of_block(barrier, rank)) : "memory");
+}
+DEVICE void send_to(int rank, float2* to, float2 x, uint64_t* barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+                   of_block(to, rank)),
+               "f"(x.x), "f"(x.y), "r"(of_block(barrier, rank)) : "memory");
+}

@@ -1,0 +1,122 @@
+// The warp of rung 5 that loads: K_j, V_j, K_j+1, ... of the block's tiles, by TMA, as far ahead as there are buffers.
+#pragma once
+#include "keys_as_rows.cuh"
+
+DEVICE void load_box(const CUtensorMap& map, uint64_t* barrier, void* to, int row, int part, int head, int page) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(barrier)), "r"(0), "r"(row), "r"(part), "r"(head), "r"(page)
+      : "memory");
+}
+DEVICE void prefetch_box(const CUtensorMap& map, int row, int part, int head, int page) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(&map), "r"(0),
+               "r"(row), "r"(part), "r"(head), "r"(page)
+               : "memory");
+}
+
+template <int D, int N>
+struct Producer {
+  using Memory = Shared<D, N>;
+  static constexpr int PARTS = D / 64, AHEAD = 3;
+  const Arguments& c;
+  Memory& mem;
+  int b, kv_head;
+  int boxes, key, part;  // of a tile; this lane's: its first key and its 64 columns
+  int index = 0, parity = 0;  // of the ring
+
+  DEVICE Producer(const Arguments& c, Memory& mem, int b, int kv_head) : c(c), mem(mem), b(b), kv_head(kv_head) {
+    const int lane = threadIdx.x % 32;
+    boxes = (Memory::KEYS >> c.box_bits) * PARTS;
+    key = (lane / PARTS) << c.box_bits, part = lane % PARTS;
+  }
+  DEVICE bool loads() const { return threadIdx.x % 32 < boxes; }
+
+  // Where this lane's keys of a tile are. A page outside of the tensor is loaded as zeros.
+  struct Place {
+    int row, page;
+    DEVICE bool operator==(const Place& other) const { return row == other.row && page == other.page; }
+  };
+  DEVICE Place place(const Sequence& s, int tile) const {
+    const int j = (s.first + tile) * Memory::KEYS + key;
+    if (!c.a.block_table) return {j, b};
+    if (j >= s.len) return {0, -1};
+    const int number = c.a.page_size.quotient(j);
+    return {j - number * int(c.a.page_size.d), __ldcg(&c.a.block_table[b * c.a.table_stride + number])};
+  }
+
+  DEVICE void prefetch(const Place& at) const {
+    if (!loads()) return;
+    prefetch_box(c.k_map, at.row, part, kv_head, at.page);
+    prefetch_box(c.v_map, at.row, part, kv_head, at.page);
+  }
+  DEVICE void load(const CUtensorMap& map, const Place& at) {
+    mbarrier_wait(&mem.empty[index], parity ^ 1);
+    const unsigned missing = __ballot_sync(~0u, c.a.block_table && unsigned(at.page) >= unsigned(c.a.pages));
+    if (threadIdx.x % 32 == 0) {
+      mem.missing[index] = missing;
+      mbarrier_arrive_expect(&mem.full[index], Memory::TILE);
+    }
+    __syncwarp();
+    if (loads())
+      load_box(map, &mem.full[index], mem.KV + index * Memory::TILE + (part * Memory::KEYS + key) * 128, at.row, part,
+               kv_head, at.page);
+    if (++index == c.buffers) index = 0, parity ^= 1;
+  }
+  DEVICE void load_tile(const Place& at) { load(c.k_map, at), load(c.v_map, at); }
+
+  DEVICE void find_share(const Sequence& s, int& tile, int& end) const {
+    const int bits = part_bits(c, s);
+    tile = first_tile(s, bits, first_part(c, bits, blockIdx.x));
+    end = first_tile(s, bits, first_part(c, bits, blockIdx.x + 1));
+  }
+
+  // Loads the block's tiles. What is found before the launch ahead of this one is complete may have changed then: it is
+  // read again while the first tiles are on their way, and these are loaded once more if it has.
+  DEVICE void run() {
+    const Decode& a = c.a;
+    int2 known = lengths(a, b);
+    known = make_int2(__shfl_sync(~0u, known.x, 0), __shfl_sync(~0u, known.y, 0));
+    Sequence s = sequence(a, known);
+    int tile, end;
+    find_share(s, tile, end);
+    const int ahead = min(end - tile, min(c.buffers / 2, AHEAD));
+    Place first[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      if (i < ahead) first[i] = place(s, tile + i);
+    }
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      if (i < ahead) prefetch(first[i]);  // L2 is never wrong
+    }
+    wait_for_the_launch_before();
+    const int2 now = lengths(a, b);
+    bool same = true;
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      if (i < ahead) load_tile(first[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      if (i < ahead) same &= place(s, tile + i) == first[i];
+    }
+    same = __all_sync(~0u, same && now.x == known.x && now.y == known.y);
+    if (same) {
+      tile += ahead;
+    } else {
+      s = sequence(a, now);
+      find_share(s, tile, end);
+    }
+    if (threadIdx.x % 32 == 0) mem.sequence = s, mem.skipped = same ? 0 : 2 * ahead;
+    __syncthreads();  // the sequence is known, and Q complete
+
+    Place next = tile < end ? place(s, tile) : Place{};
+    while (tile < end) {
+      const Place at = next;
+      if (++tile < end) next = place(s, tile);  // arrives while the tile before it is loaded
+      load_tile(at);
+    }
+    begin_the_next_launch();
+  }
+};

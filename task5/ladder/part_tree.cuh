@@ -1,0 +1,163 @@
+// How parts of a pair become its result in rung 5. They are the leaves of a tree: a block merges its own as it goes,
+// then a cluster its blocks', in shared memory, and the last cluster of the pair the clusters', through global memory.
+#pragma once
+#include "cluster_memory.cuh"
+#include "keys_as_rows.cuh"
+
+// What a thread knows of some keys: m, l of its columns, and its part of O^T.
+template <int D, int N>
+struct State {
+  float2 m[N / 8], l[N / 8];
+  float O[D / 64][N / 2];
+
+  DEVICE void start() {
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n) m[n] = make_float2(-INFINITY, -INFINITY), l[n] = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (auto& of_part : O) {
+#pragma unroll
+      for (float& x : of_part) x = 0.0f;
+    }
+  }
+  // Exactly merge() of decode.cuh, of this and one other.
+  DEVICE void merge_with(const State& other) {
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n) {
+      const float2 top = make_float2(fmaxf(m[n].x, other.m[n].x), fmaxf(m[n].y, other.m[n].y));
+      const float2 shift = make_float2(top.x == -INFINITY ? 0.0f : top.x, top.y == -INFINITY ? 0.0f : top.y);
+      const float rescale[2] = {fast_exp2(m[n].x - shift.x), fast_exp2(m[n].y - shift.y)};
+      const float factor[2] = {fast_exp2(other.m[n].x - shift.x), fast_exp2(other.m[n].y - shift.y)};
+      m[n] = top;
+      l[n].x = fmaf(factor[0], other.l[n].x, l[n].x * rescale[0]);
+      l[n].y = fmaf(factor[1], other.l[n].y, l[n].y * rescale[1]);
+#pragma unroll
+      for (int e = 0; e < D / 64; ++e) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          O[e][4 * n + i] = fmaf(factor[i % 2], other.O[e][4 * n + i], O[e][4 * n + i] * rescale[i % 2]);
+      }
+    }
+  }
+};
+
+// Bytes that a block of a cluster gets: all blocks' m, l of all rows, and every so manieth quad (four columns of a row).
+template <int D, int N>
+DEVICE int received_bytes(const Arguments& c, int row_0) {
+  const int rows = min(N, c.a.rows - row_0), blocks = 1 << c.block_bits, rank = blockIdx.x & (blocks - 1);
+  return blocks * ((rows * (D / 4) - rank + blocks - 1) / blocks * int(sizeof(float4)) + rows * int(sizeof(float2)));
+}
+
+template <typename T, int D, int N>
+struct Merging {
+  using Memory = Shared<D, N>;
+  const Arguments& c;
+  Memory& mem;
+  const int b, kv_head, row_0;
+
+  DEVICE int warp() const { return threadIdx.x / 32; }
+  DEVICE int g() const { return threadIdx.x % 32 / 4; }
+  DEVICE int t() const { return threadIdx.x % 4; }
+
+  // Writes the result, where `now` is what the block has of its keys, and all of them have been read.
+  DEVICE void run(const State<D, N>& now) {
+    const int rows = min(N, c.a.rows - row_0), bits = c.block_bits, rank = blockIdx.x & ((1 << bits) - 1);
+    constexpr int PITCH = Memory::PITCH;
+    float* O = reinterpret_cast<float*>(mem.KV);
+    barrier_sync(COMPUTE, THREADS);  // K and V have been read: now they are O
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = 8 * n + 2 * t() + i % 2;
+#pragma unroll
+        for (int e = 0; e < D / 64; ++e)
+          O[row * PITCH + 64 * e + 16 * warp() + g() + i / 2 * 8] = now.O[e][4 * n + i];
+      }
+      if (threadIdx.x < 4) mem.m[4 * n + t()] = now.m[n], mem.l[4 * n + t()] = now.l[n];
+    }
+    wait_for_cluster();  // all blocks of the cluster have started
+    barrier_sync(COMPUTE, THREADS);
+    const float *m = &mem.m[0].x, *l = &mem.l[0].x;
+    constexpr int QUADS = D / 4;  // of a row: four columns each
+    for (int quad = threadIdx.x; quad < rows * QUADS; quad += THREADS) {
+      const int row = quad / QUADS, e = quad % QUADS * 4, to = quad & ((1 << bits) - 1);
+      const Part p = {m[row], l[row], *reinterpret_cast<const float4*>(&O[row * PITCH + e])};
+      if (bits == 0) {
+        put(quad, p);
+      } else {
+        send_to(to, &mem.parts[(rank * (N * QUADS) + quad) >> bits], p.O, &mem.received);
+        if (quad % QUADS >> bits == 0) send_to(to, &mem.ml[rank][row], make_float2(p.m, p.l), &mem.received);
+      }
+    }
+    if (bits > 0) {
+      mbarrier_wait(&mem.received, 0);
+      for (int quad = rank + (threadIdx.x << bits); quad < rows * QUADS; quad += THREADS << bits) {
+        const auto get = [&](int n) -> Part {
+          if (n >> bits) return {};
+          const float2 ml = mem.ml[n][quad / QUADS];
+          return {ml.x, ml.y, mem.parts[(n * (N * QUADS) + quad) >> bits]};
+        };
+        Part p = merge_eight(get, 0);
+        if (bits == 4) merge(p, {merge_eight(get, 8)});
+        put(quad, p);
+      }
+    }
+    if (c.cluster_bits > 0) merge_clusters(rows, rank);
+  }
+
+  // What the block has of four columns of a row, of all keys or of its cluster's.
+  DEVICE float* slot(int cluster, int quad) const {
+    const int64_t pair = blockIdx.z * int64_t(gridDim.y) + blockIdx.y;
+    return c.a.partial + ((pair << c.cluster_bits) + cluster) * (N * (D / 4) * 6) + quad * 4;
+  }
+  DEVICE void put(int quad, const Part& p) const {
+    if (c.cluster_bits == 0) {
+      write(quad, p);
+    } else {
+      float* to = slot(blockIdx.x >> c.block_bits, quad);
+      __stcg(reinterpret_cast<float4*>(to), p.O);
+      __stcg(reinterpret_cast<float2*>(to + N * D - quad * 2), make_float2(p.m, p.l));
+    }
+  }
+
+  // The last cluster of the pair merges them all: block r what the blocks r have.
+  DEVICE void merge_clusters(int rows, int rank) {
+    const int bits = c.block_bits;
+    __threadfence();  // this thread's parts are visible to all blocks before the block is counted
+    barrier_sync(COMPUTE, THREADS);
+    if (threadIdx.x == 0) {
+      int* counter = &c.a.counters[((blockIdx.z * gridDim.y + blockIdx.y) << bits) + rank];
+      mem.last = atomicAdd(counter, 1) == (1 << c.cluster_bits) - 1;
+      if (mem.last) *counter = 0;  // for the next launch
+      __threadfence();             // the other clusters' parts are read after the count
+    }
+    barrier_sync(COMPUTE, THREADS);
+    if (!mem.last) return;
+    for (int quad = rank + (threadIdx.x << bits); quad < rows * (D / 4); quad += THREADS << bits) {
+      const Part p = merge_eight([&](int n) -> Part {
+        if (n >> c.cluster_bits) return {};
+        const float* from = slot(n, quad);
+        const float2 ml = __ldcg(reinterpret_cast<const float2*>(from + N * D - quad * 2));
+        return {ml.x, ml.y, __ldcg(reinterpret_cast<const float4*>(from))};
+      },
+                                 0);
+      write(quad, p);
+    }
+  }
+  template <typename Get>
+  DEVICE static Part merge_eight(Get get, int first) {
+    Part p[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) p[i] = get(first + i);
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2) {
+#pragma unroll
+      for (int i = 0; i < 8; i += 2 * step) merge(p[i], {p[i + step]});
+    }
+    return p[0];
+  }
+  DEVICE void write(int quad, const Part& p) const {
+    T* out = static_cast<T*>(c.a.out) + offset_of(c.a, c.a.out_strides, b, kv_head, row_0 + quad / (D / 4));
+    store4(out + quad % (D / 4) * 4, p.O, p.l == 0.0f ? 0.0f : 1.0f / p.l);
+  }
+};
