@@ -10,6 +10,7 @@ from torch import Tensor
 from common.inputs import check_attention
 from task4 import ladder
 from task4.attention import flash_attention
+from task5.ladder.chunk import chunk_attention, faster_than_the_ladder
 
 log = logging.getLogger("task4.ladder")
 
@@ -26,6 +27,9 @@ def fast_attention(
     rung: int | None = None,
 ) -> Tensor:
     """Attention by the fastest kernel for these tensors: on a GPU a rung of the ladder, else :func:`flash_attention`.
+
+    Few queries against many keys leave the ladder's multiprocessors idle: on a Hopper,
+    :func:`task5.ladder.chunk.chunk_attention` shares the keys among them where that is faster.
 
     Arguments and result are :func:`flash_attention`'s. With ``seqlens_k`` or ``leftpad_k``, which no rung takes, it is
     always that one. ``rung`` is the number of a rung to use instead of the fastest.
@@ -44,6 +48,8 @@ def fast_attention(
         return out
     if plain and (scale is None or scale > 0) and _a_rung_is_faster(q):
         check_attention(q, k, v, max_head_dim=ladder.WIDEST)
+        if faster_than_the_ladder(q, k, v):
+            return chunk_attention(q, k, v, causal=causal, scale=scale)
         chosen, _ = ladder.choose(q, k, v, None)
         if chosen.number not in ladder.SLOWER:
             return ladder.ladder_attention(q, k, v, causal=causal, scale=scale)

@@ -16,7 +16,9 @@ from task4.attention import TILES, flash_attention, tile_fits
 from task4.ladder import RUNGS, ladder_attention
 from task5.attention import flash_attention_decode, update_kv_cache
 from task5.ladder import append_rope, decode_attention
+from task5.ladder.call import KEYS_AS_ROWS
 from task5.ladder.call import RUNGS as DECODE_RUNGS
+from task5.ladder.chunk import chunk_attention
 from task6.rope import RoPE, apply_rotary_emb
 
 SEED = new_seed()
@@ -74,6 +76,15 @@ def _decode_rung(rng, device, rung, dtype, d, heads):
         *(t.to(device) for t in (q, *pools)), block_table=pages.to(device), rung=rung
     )
     k, v = (t.repeat_interleave(heads // 2, 2) for t in (k, v))
+    return got, attention_float64(q, k, v, causal=True), attention_pytorch(q, k, v, causal=True)
+
+
+def _chunk(rng, device, split):
+    q, k, v = (
+        rng.randn(1, n, h, 64, dtype=torch.float16) for n, h in ((70, 6), (600, 2), (600, 2))
+    )
+    got = chunk_attention(*(t.to(device) for t in (q, k, v)), causal=True, split=split)
+    k, v = (t.repeat_interleave(3, 2) for t in (k, v))
     return got, attention_float64(q, k, v, causal=True), attention_pytorch(q, k, v, causal=True)
 
 
@@ -170,7 +181,13 @@ KERNELS = {
         for rung in DECODE_RUNGS
         if rung == 1 or HOPPER
         for dtype, d, heads in DECODE_CASES
+        if rung != KEYS_AS_ROWS or dtype != torch.float32
     },
+    **(
+        {"chunk": partial(_chunk, split=None), "chunk, clusters": partial(_chunk, split=(2, 2))}
+        if HOPPER
+        else {}
+    ),
     **{
         f"append{', dependent' * dependent}": partial(_append, dependent=dependent)
         for dependent in (False, True)
@@ -180,7 +197,7 @@ KERNELS = {
 
 
 GPU_ONLY = {f"ladder rung {rung.number}" for rung in RUNGS if not rung.runs_on_cpu}
-GPU_ONLY |= {name for name in KERNELS if re.match(r"decode rung [2-9]|append, dep", name)}
+GPU_ONLY |= {name for name in KERNELS if re.match(r"decode rung [2-9]|append, dep|chunk", name)}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

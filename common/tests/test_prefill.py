@@ -63,6 +63,18 @@ def test_a_rung_for_other_alignments_may_be_slower_than_the_own_kernel(ran, monk
     assert "task 4's own kernel instead of rung 3" in caplog.text
 
 
+def test_few_queries_against_many_keys_are_split(ran, monkeypatch):
+    ran.best = by_number(14)
+    chunk = mock.Mock()
+    monkeypatch.setattr(prefill, "chunk_attention", chunk)
+    monkeypatch.setattr(prefill, "faster_than_the_ladder", lambda q, k, v: k.shape[1] > q.shape[1])
+    q, k, v = qkv()
+    fast_attention(q, k, v, causal=True)
+    assert ran == [14] and not chunk.called
+    fast_attention(q[:, :5], k, v, causal=True)
+    assert ran == [14] and chunk.call_args.kwargs == {"causal": True, "scale": None}
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -1,0 +1,159 @@
+"""Chunked prefill: a chunk of a prompt against a long cache."""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from common.build import Kernels, dtype_code
+from common.inputs import check_attention, describe
+from task5.ladder.call import workspace
+
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128)
+ROWS, KEYS = 128, 128  # of a tile: B_r, B_c
+SPLITS = (1, 2, 4, 8)  # of a tile's keys in a cluster
+MOST_CLUSTERS = 16  # of a tile
+# In the time that a block takes for KEYS keys: a launch with its first loads and the merging in clusters; several
+# clusters' merging, and each of their parts.
+OVERHEAD, MERGING, PART = 4, 2, 2
+LADDER = 0.86  # of a block of task 4's ladder for KEYS keys
+_KERNELS = Kernels(__file__, "chunk.cu")  # Hopper alone
+
+
+def chunk_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    split: tuple[int, int] | None = None,
+) -> Tensor:
+    """softmax(scale q k^T) v where q has few rows and k many: the keys of a tile of q are split among blocks.
+
+    Args:
+        q: ``(batch, q_len, heads, head_dim)``, float16 or bfloat16, head_dim 64 or 128.
+        k, v: ``(batch, kv_len, kv_heads, head_dim)``; kv_heads divides heads, at most 128 heads for a kv head.
+        causal: query i sees the keys ``j <= i + kv_len - q_len``.
+        scale: factor of the scores, above 0; ``1 / sqrt(head_dim)`` if None.
+        split: how many blocks of a cluster share the keys of a tile, 1, 2, 4 or 8, and how many clusters, 1 to 16;
+            what should be fastest if None.
+
+    Returns:
+        ``(batch, q_len, heads, head_dim)``, contiguous, q's dtype. A query that sees no key gives 0.
+
+    Raises:
+        ValueError: arguments that do not fit, named; or tensors that are not on a Hopper GPU.
+    """
+    batch, heads, kv_heads, q_len, kv_len, head_dim = check_attention(
+        q, k, v, DTYPES, HEAD_DIMS[-1]
+    )
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim must be 64 or 128; got {head_dim}")
+    if kv_heads and heads // kv_heads > ROWS:
+        raise ValueError(f"a kv head must have at most {ROWS} query heads; got {heads // kv_heads}")
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale must be above 0 and finite; got {scale}")
+    if split is not None and (split[0] not in SPLITS or not 1 <= split[1] <= MOST_CLUSTERS):
+        raise ValueError(
+            f"split must be one of {SPLITS} blocks, and 1 to {MOST_CLUSTERS} clusters; got {split}"
+        )
+    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9:
+        raise ValueError(
+            f"chunk_attention runs on a Hopper GPU alone; the tensors are on {q.device}"
+        )
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not _loadable(tensor):
+            raise ValueError(
+                f"{name} must have a contiguous last dimension, and rows that begin at multiples of 16 bytes; got"
+                f" {describe(tensor)} with strides {tensor.stride()}"
+            )
+    out = torch.empty((batch, q_len, heads, head_dim), dtype=q.dtype, device=q.device)
+    if not out.numel():
+        return out
+    if kv_len == 0:
+        return out.zero_()
+    tiles = -(-q_len // (ROWS // (heads // kv_heads))) * kv_heads * batch
+    splits, clusters = split or best_split(tiles, -(-kv_len // KEYS), _sms(q.device))
+    partial, counters = None, None
+    if clusters > 1:
+        floats = tiles * clusters * ROWS * (head_dim + 2)
+        partial, counters = workspace(q.device, floats, tiles * splits)
+    _KERNELS.launch(
+        "chunk", q=q, k=k, v=v, out=out, scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
+        causal=int(causal), splits=splits, clusters=clusters, partial=partial, counters=counters,
+        dtype=dtype_code(q.dtype),
+    )  # fmt: skip
+    return out
+
+
+def faster_than_the_ladder(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether :func:`chunk_attention` takes such tensors, and should take less time for them than task 4's ladder.
+
+    The ladder has a block for each 128 rows of each head. Where these are few, or half empty, splitting is faster.
+    """
+    if not (
+        q.device.type == "cuda"
+        and q.dtype in DTYPES
+        and q.dim() == k.dim() == 4
+        and q.shape[3] in HEAD_DIMS
+        and 0 < q.shape[1] < k.shape[1]
+        and k.shape[2]
+        and 1 <= q.shape[2] // k.shape[2] <= ROWS
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+    ):
+        return False
+    if not all(map(_loadable, (q, k, v))):
+        return False
+    batch, q_len, heads, _ = q.shape
+    return _is_faster(batch, q_len, heads, k.shape[2], k.shape[1], _sms(q.device))
+
+
+def _loadable(x: Tensor) -> bool:
+    """Whether TMA may load its rows: each contiguous, from a multiple of 16 bytes on."""
+    pitches = (s * x.element_size() for s in x.stride()[:3])
+    return x.stride(-1) == 1 and not any(pitch % 16 for pitch in (*pitches, x.data_ptr()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_faster(batch: int, q_len: int, heads: int, kv_heads: int, kv_len: int, sms: int) -> bool:
+    tiles = -(-q_len // (ROWS // (heads // kv_heads))) * kv_heads * batch
+    blocks = -(-kv_len // KEYS)
+    waves = -(-batch * heads * -(-q_len // ROWS) // sms)
+    return _cost(tiles, blocks, sms, best_split(tiles, blocks, sms)) < LADDER * waves * blocks + OVERHEAD  # fmt: skip
+
+
+def _cost(tiles: int, blocks: int, sms: int, split: tuple[int, int]) -> float:
+    """Time of a call, in that of KEYS keys of a block."""
+    splits, clusters = split
+    at_once = (sms if splits < 4 else sms * 10 // 11) // splits
+    waves = -(-tiles * clusters // at_once)
+    merging = MERGING + PART * clusters / splits if clusters > 1 else 0
+    return waves * (-(-blocks // (splits * clusters)) + OVERHEAD) + merging
+
+
+@functools.lru_cache(maxsize=1024)
+def best_split(tiles: int, blocks: int, sms: int) -> tuple[int, int]:
+    """Blocks of a cluster and clusters that finish first, where each SM computes block after block.
+
+    Args:
+        tiles: of q.
+        blocks: of KEYS keys.
+        sms: of the GPU. Of those of a group of neighbours, clusters of 4 and 8 leave some over.
+    """
+    return min(
+        (
+            (splits, clusters)
+            for splits in SPLITS
+            for clusters in range(1, MOST_CLUSTERS + 1)
+            if splits * clusters <= max(1, blocks)
+        ),
+        key=lambda split: (_cost(tiles, blocks, sms, split), split[0] * split[1]),
+    )
+
+
+@functools.cache
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

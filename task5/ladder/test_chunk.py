@@ -1,0 +1,114 @@
+"""Chunked prefill against float64: packed heads, split keys, ragged ends."""
+
+import random
+
+import pytest
+import torch
+
+from common.check import assert_close
+from common.check.attention import attention_float64, attention_pytorch
+from common.check.rng import new_seed
+from task5.ladder import chunk
+from task5.ladder.chunk import best_split, chunk_attention, faster_than_the_ladder
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+
+
+@needs_hopper
+@pytest.mark.parametrize("part", range(4))
+def test_it_matches_float64(part):
+    for _ in range(40):
+        seed = new_seed()
+        r = random.Random(seed)
+        torch.manual_seed(seed)
+        batch, kv_heads, group = (
+            r.choice((1, 2, 3)),
+            r.choice((1, 2, 4)),
+            r.choice((1, 2, 3, 4, 7, 8, 16)),
+        )
+        q_len, kv_len = r.choice((1, 16, 17, 100, 333)), r.choice((1, 127, 128, 129, 1000, 3000))
+        head_dim, dtype = r.choice((64, 128)), r.choice((torch.float16, torch.bfloat16))
+        options = dict(
+            causal=r.random() < 0.6,
+            split=r.choice((None, (1, 1), (2, 1), (4, 1), (8, 1), (1, 3), (2, 8), (8, 2))),
+        )
+        q = torch.randn(batch, q_len, kv_heads * group, head_dim, device="cuda").to(dtype)
+        # room behind the keys, and both in one tensor: strides that are not those of a contiguous one
+        kv = torch.full(
+            (batch, kv_len + 5, 2, kv_heads, head_dim), torch.nan, device="cuda", dtype=dtype
+        )
+        kv[:, :kv_len] = torch.randn(batch, kv_len, 2, kv_heads, head_dim, device="cuda")
+        k, v = (kv[:, :kv_len, i] for i in range(2))
+        got = chunk_attention(q, k, v, **options)
+        k, v = (t.repeat_interleave(group, 2) for t in (k, v))
+        truth, pytorch = (
+            f(q, k, v, causal=options["causal"]) for f in (attention_float64, attention_pytorch)
+        )
+        try:
+            assert_close(got, truth, pytorch, axes=("batch", "row", "head", "column"))
+        except AssertionError as error:
+            error.add_note(f"seed {seed}: {tuple(q.shape)}, {tuple(k.shape)}, {dtype}, {options}")
+            raise
+
+
+def test_more_splits_where_tiles_are_few():
+    assert best_split(132, 40, 132) == best_split(1, 1, 132) == (1, 1)
+    for tiles in (1, 2, 4, 8, 16, 32):
+        splits, clusters = best_split(tiles, 512, 132)
+        assert 64 <= tiles * splits * clusters <= 132
+
+
+@pytest.mark.parametrize(
+    ("batch", "q_len", "kv_len", "heads", "kv_heads", "faster"),
+    [
+        (3, 333, 5000, 16, 4, True),  # packed heads need no second wave
+        (1, 16, 2048, 32, 8, True),  # 8 tiles for 132 SMs
+        (1, 256, 65536, 32, 8, True),
+        (1, 1024, 16384, 32, 8, False),  # enough tiles for all SMs
+        (4, 256, 2048, 32, 8, False),
+    ],
+)
+def test_where_it_is_faster_than_the_ladder(batch, q_len, kv_len, heads, kv_heads, faster):
+    assert chunk._is_faster(batch, q_len, heads, kv_heads, kv_len, 132) == faster
+
+
+def test_what_it_does_not_take_is_the_ladders():
+    q, k = torch.zeros(1, 20, 2, 64, dtype=HALF), torch.zeros(1, 40, 2, 64, dtype=HALF)
+    assert not faster_than_the_ladder(q, k, k)  # no GPU
+    if HOPPER:
+        q, k = (torch.zeros(1, n, 8, 128, dtype=HALF, device="cuda") for n in (20, 8000))
+        assert faster_than_the_ladder(q, k, k)
+        assert not faster_than_the_ladder(k, q, q) and not faster_than_the_ladder(q.float(), k, k)
+        odd = torch.zeros(1, 8000, 8, 129, dtype=HALF, device="cuda")[..., :128]
+        assert not faster_than_the_ladder(q, k, odd)
+
+
+HALF = torch.float16
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        (((1, 20, 3, 64), (1, 40, 2, 64)), {}, "heads"),
+        (((1, 20, 2, 96), (1, 40, 2, 96)), {}, "head_dim must be 64 or 128; got 96"),
+        (
+            ((1, 20, 2, 64), (1, 40, 2, 64)),
+            {"split": (3, 1)},
+            r"split must be one of \(1, 2, 4, 8\) blocks, and 1 to 16 clusters; got \(3, 1\)",
+        ),
+        (((1, 20, 2, 64), (1, 40, 2, 64)), {"scale": -1.0}, "scale must be above 0"),
+        (((1, 20, 129, 64), (1, 40, 1, 64)), {}, "at most 128 query heads; got 129"),
+    ],
+)
+def test_bad_input(shapes, options, message):
+    q, k = (torch.zeros(shape, dtype=HALF) for shape in shapes)
+    with pytest.raises(ValueError, match=message):
+        chunk_attention(q, k, k, **options)
+
+
+@pytest.mark.skipif(HOPPER, reason="it may run here")
+def test_it_is_for_hopper():
+    q = torch.zeros(1, 20, 2, 64, dtype=HALF)
+    with pytest.raises(ValueError, match="runs on a Hopper GPU alone; the tensors are on cpu"):
+        chunk_attention(q, q, q)
