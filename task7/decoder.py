@@ -8,10 +8,10 @@ masks and caches. Here lengths, tokens and the cache stay on the device, in buff
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
     GPT2Config,
@@ -22,10 +22,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from task4.prefill import fast_attention
 from task5.ladder import append_rope, decode_attention
 from task6.generation.graph import GraphedStep
+from task6.generation.persistent import PersistentStep, StepModel
+from task6.generation.product import MAX_ROWS, product
 from task6.generation.weights import expect_room
 
 
@@ -36,6 +39,10 @@ class Gpt2Decoder:
         model: a GPT-2 of transformers, in evaluation; its weights are shared.
         batch: prompts.
         max_seq_len: positions of each, prompt and new tokens together; at most the model's.
+        fused: whether a step's products are :func:`task6.generation.product.product`, for batches up to 16; None: on a
+            GPU. They read rows of weights, and GPT-2's are stored as columns: the layers' are copied once.
+        persistent: whether a step is one launch, :class:`task6.generation.persistent.PersistentStep`, with these
+            copies: on a Hopper GPU, for up to 8 prompts.
 
     Attributes:
         tokens: int64 ``(batch,)``, the newest token of each sequence.
@@ -44,19 +51,30 @@ class Gpt2Decoder:
 
     Raises:
         ValueError: sizes that do not fit the model, or what :func:`check_model` refuses.
-        NotEnoughMemory: the cache does not fit on the device; nothing was allocated.
+        NotEnoughMemory: the cache, or the copies of the weights, do not fit on the device; nothing was allocated.
     """
 
-    def __init__(self, model: GPT2LMHeadModel, batch: int, max_seq_len: int) -> None:
+    def __init__(
+        self,
+        model: GPT2LMHeadModel,
+        batch: int,
+        max_seq_len: int,
+        *,
+        fused: bool | None = None,
+        persistent: bool = False,
+    ) -> None:
         c, w = model.config, model.transformer.wte.weight
         if batch < 1 or not 2 <= max_seq_len <= c.n_positions:
             raise ValueError(
                 f"batch must be at least 1, and max_seq_len from 2 to {c.n_positions}; got {batch} and {max_seq_len}"
             )
         check_model(c)
-        expect_room(
-            "the keys and values", 2 * c.n_layer * batch * max_seq_len * c.n_embd, w.dtype, w.device
-        )
+        fused = persistent or ((w.is_cuda if fused is None else fused) and batch <= MAX_ROWS)
+        what, elements = "the keys and values", 2 * c.n_layer * batch * max_seq_len * c.n_embd
+        if fused:
+            what += " and the layers' weights as rows"
+            elements += sum(p.numel() for p in model.transformer.h.parameters())
+        expect_room(what, elements, w.dtype, w.device)
         self.model, self.batch, self.max_seq_len = model, batch, max_seq_len
         self.heads, self.head_dim = c.n_head, c.n_embd // c.n_head
         place = dict(device=w.device, dtype=w.dtype)
@@ -66,6 +84,13 @@ class Gpt2Decoder:
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=w.device)
         self.logits = torch.empty(batch, c.vocab_size, **place)
         self.filled = 0  # the largest of lengths, known to the host
+        self._blocks = [_Block.of(block) for block in model.transformer.h] if fused else None
+        self._head = _Linear.of(w, None, model.transformer.ln_f) if fused else None
+        self._one_launch: PersistentStep | None = None
+        if persistent:
+            self._one_launch = PersistentStep(
+                self._step_model(), self.tokens, self.lengths, self.logits
+            )
         self._advance = GraphedStep(self.tokens, self.lengths, max_seq_len)
 
     def generate(
@@ -185,12 +210,51 @@ class Gpt2Decoder:
         return seen
 
     def _step(self, seen: list[Tensor] | None = None) -> None:
+        if self._one_launch is not None and seen is None:
+            return self._one_launch()
         self.lengths += 1
-        self._choose(self._layers(self.tokens[:, None], (self.lengths - 1)[:, None], seen)[:, 0])
+        if self._blocks is None:
+            hidden = self._layers(self.tokens[:, None], (self.lengths - 1)[:, None], seen)
+            self._choose(hidden[:, 0])
+        else:
+            self._few_rows(seen)
+            torch.argmax(self.logits, dim=-1, out=self.tokens)
 
     def _choose(self, hidden: Tensor) -> None:
         torch.mm(hidden, self.model.lm_head.weight.T, out=self.logits)
         torch.argmax(self.logits, dim=-1, out=self.tokens)
+
+    def _step_model(self) -> StepModel:
+        t, head = self.model.transformer, self._head
+        layers = [
+            dict(
+                **block.qkv.named("qkv"), **block.o.named("o"), **block.up.named("up"), **block.down.named("down"),
+                norm_1=block.qkv.norm, norm_2=block.up.norm, k_cache=k_cache, v_cache=v_cache,
+            )
+            for block, (k_cache, v_cache) in zip(self._blocks, self.cache, strict=True)
+        ]  # fmt: skip
+        return StepModel(
+            layers, t.wte.weight, head.norm, head.w, self.heads, "gelu", self.model.config.layer_norm_epsilon,
+            head_sums=head.row_sums, head_bias=head.bias, positions=t.wpe.weight,
+        )  # fmt: skip
+
+    def _few_rows(self, seen: list[Tensor] | None) -> None:
+        """A step: four products a layer, with norms, biases, GELU and residuals in them."""
+        t, eps = self.model.transformer, self.model.config.layer_norm_epsilon
+        x = F.embedding(self.tokens, t.wte.weight) + F.embedding(self.lengths - 1, t.wpe.weight)
+        for block, (k_cache, v_cache) in zip(self._blocks, self.cache, strict=True):
+            if seen is not None:
+                seen.append(x[:, None].clone())
+            qkv = product(x, eps=eps, **block.qkv._asdict()).view(self.batch, 1, 3, self.heads, -1)
+            q, k, v = qkv.unbind(2)
+            append_rope(q, k, v, k_cache, v_cache, seqlens_k=self.lengths)
+            o = decode_attention(q, k_cache, v_cache, seqlens_k=self.lengths)
+            product(o.view(self.batch, -1), residual=x, out=x, **block.o._asdict())
+            inner = product(x, eps=eps, activation="gelu", **block.up._asdict())
+            product(inner, residual=x, out=x, **block.down._asdict())
+        if seen is not None:
+            seen.append(t.ln_f(x)[:, None])
+        product(x, eps=eps, out=self.logits, **self._head._asdict())
 
     def _layers(self, tokens: Tensor, positions: Tensor, seen: list[Tensor] | None) -> Tensor:
         """``(batch, seq)`` tokens to ``(batch, seq, hidden)``, normed; their keys and values go to the cache."""
@@ -212,6 +276,46 @@ class Gpt2Decoder:
         if seen is not None:
             seen.append(x)
         return x
+
+
+class _Linear(NamedTuple):
+    """``norm(x) @ w.T + bias`` as :func:`product` takes it: what the norm adds is in the bias."""
+
+    w: Tensor
+    bias: Tensor | None
+    norm: Tensor | None = None
+    row_sums: Tensor | None = None
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, w: Tensor, bias: Tensor | None, norm: nn.LayerNorm | None) -> "_Linear":
+        if norm is None:
+            return cls(w, bias)
+        added = w @ norm.bias
+        return cls(w, added if bias is None else added + bias, norm.weight, w @ norm.weight)
+
+    def named(self, name: str) -> dict[str, Tensor | None]:
+        """As a layer of :class:`StepModel` has it."""
+        return {name: self.w, f"{name}_sums": self.row_sums, f"{name}_bias": self.bias}
+
+
+class _Block(NamedTuple):
+    """A layer's products, whose weights are copied: GPT-2's are stored as columns."""
+
+    qkv: _Linear
+    o: _Linear
+    up: _Linear
+    down: _Linear
+
+    @classmethod
+    def of(cls, block: GPT2Block) -> "_Block":
+        attn, mlp = block.attn, block.mlp
+        given = (
+            (attn.c_attn, block.ln_1), (attn.c_proj, None), (mlp.c_fc, block.ln_2), (mlp.c_proj, None)
+        )  # fmt: skip
+        return cls(
+            *(_Linear.of(conv.weight.T.contiguous(), conv.bias, norm) for conv, norm in given)
+        )
 
 
 def check_model(config: GPT2Config) -> None:

@@ -8,6 +8,13 @@ from task7.decoder import Gpt2Decoder
 from task7.inference import ModelWithCustomAttention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
+# The CPU layer takes long for the fused products: there, a few tokens.
+WAYS = [
+    ({"fused": False}, 25),
+    ({"fused": True}, 25 if DEVICE == "cuda" else 3),
+    pytest.param({"persistent": True}, 25, marks=pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")),
+]  # fmt: skip
 PROMPTS = [
     "Once upon a time there was",
     "The cat",
@@ -20,20 +27,22 @@ def reference():
     return ModelWithCustomAttention("tiny", attention="sdpa", device=DEVICE)
 
 
+@pytest.mark.parametrize(("way", "new"), WAYS)
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
-def test_tokens_equal_transformers_generate(reference, prompts):
+def test_tokens_equal_transformers_generate(reference, prompts, way, new):
     tokens, mask = reference.encode(prompts)
-    want = reference.generate_tokens(tokens, mask, 25)[:, tokens.shape[1] :].tolist()
+    want = reference.generate_tokens(tokens, mask, new)[:, tokens.shape[1] :].tolist()
     ids = [row[keep.bool()].tolist() for row, keep in zip(tokens, mask, strict=True)]
     end = reference.tokenizer.eos_token_id
-    decoder = Gpt2Decoder(reference.model, len(prompts), 128)
+    decoder = Gpt2Decoder(reference.model, len(prompts), 128, **way)
     for _ in range(2):  # the second text of the same decoder
-        got = decoder.generate(ids, 25, end=end)
+        got = decoder.generate(ids, new, end=end)
         for mine, theirs in zip(got, want, strict=True):
             assert mine == (theirs[: theirs.index(end) + 1] if end in theirs else theirs)
 
 
-def test_random_weights_of_another_shape():
+@pytest.mark.parametrize(("way", "new"), WAYS)
+def test_random_weights_of_another_shape(way, new):
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=50,
@@ -45,12 +54,16 @@ def test_random_weights_of_another_shape():
         eos_token_id=None,
     )
     model = GPT2LMHeadModel(config).to(DEVICE).eval()
+    with torch.no_grad():  # else all norms are the same, and all biases 0
+        for name, p in model.named_parameters():
+            if name.endswith("bias") or "ln_" in name:
+                p.add_(torch.randn_like(p) / 3)
     prompt = torch.randint(50, (1, 7), device=DEVICE)
-    want = model.generate(prompt, max_new_tokens=33, do_sample=False, pad_token_id=0)[
+    want = model.generate(prompt, max_new_tokens=new + 8, do_sample=False, pad_token_id=0)[
         0, 7:
     ].tolist()
-    decoder = Gpt2Decoder(model, 1, 40)
-    assert decoder.generate(prompt.tolist(), 33) == [want]
+    decoder = Gpt2Decoder(model, 1, 40, **way)
+    assert decoder.generate(prompt.tolist(), new + 8) == [want]
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt[0].tolist(), *want[:-1]]], device=DEVICE)).logits[
             :, -1

@@ -21,7 +21,7 @@ KINDS = {  # by what is in a kernel's name
     "attention": r"(^|\b|_)(decode|attention)_kernel|flash|fmha",
     "SwiGLU": "swiglu",
     "norm": "rms_norm",
-    "product": r"tensor_core_kernel|float_kernel|gem[mv]|cutlass|cublas|nvjet|split_?k",
+    "product": r"product_kernel|tensor_core_kernel|float_kernel|gem[mv]|cutlass|cublas|nvjet|split_?k",
     "sum of processes": "nccl|all_?reduce",
     "sampling": "argmax",
     "embedding": "gather|index_?select",

@@ -12,6 +12,7 @@ from task5.ladder import append_rope, decode_attention
 from task6.generation.elementwise import add_rms_norm, swiglu
 from task6.generation.graph import GraphedStep
 from task6.generation.parallel import Group
+from task6.generation.persistent import PersistentStep, StepModel
 from task6.generation.product import MAX_ROWS, product
 from task6.generation.weights import Weights, expect_room
 from task6.rope import RoPE
@@ -29,6 +30,8 @@ class Decoder:
         group: the processes that share the model; None: this one alone.
         fused: whether a step's products are :func:`task6.generation.product.product`, for batches up to 16; None: on a
             GPU. The CPU layer takes long for them.
+        persistent: whether a step is one launch, :class:`task6.generation.persistent.PersistentStep`: on a Hopper GPU,
+            for one process and up to 8 sequences.
         products: a prompt's: "torch", or "tensor cores" for float32 products as
             :class:`common.products.TensorCoreLinear` computes them on a Hopper. It keeps the weights of the layers a
             second time, in two parts of 16 bits.
@@ -40,7 +43,7 @@ class Decoder:
         k_cache, v_cache: ``(layers, batch, max_seq_len, kv_heads, head_dim)``.
 
     Raises:
-        ValueError: sizes that are not positive, or other ``products``.
+        ValueError: sizes that are not positive, other ``products``, or what a persistent step does not take.
         NotEnoughMemory: the cache, or the second copy of the weights, does not fit on the device; nothing was
             allocated.
     """
@@ -53,6 +56,7 @@ class Decoder:
         *,
         group: Group | None = None,
         fused: bool | None = None,
+        persistent: bool = False,
         products: str = "torch",
     ) -> None:
         if batch < 1 or max_seq_len < 2:
@@ -80,6 +84,13 @@ class Decoder:
         self.filled = 0  # the largest of lengths, known to the host
         self.group = group or Group()
         self.fused = w.is_cuda if fused is None else fused
+        self._one_launch: PersistentStep | None = None
+        if persistent:
+            if self.group.world > 1:
+                raise ValueError(f"a persistent step is of one process; got {self.group.world}")
+            self._one_launch = PersistentStep(
+                self._step_model(), self.tokens, self.lengths, self.logits
+            )
         self._advance = GraphedStep(self.tokens, self.lengths, max_seq_len)
 
     def prefill(self, prompt: Tensor) -> Tensor:
@@ -135,8 +146,24 @@ class Decoder:
         return new
 
     def _step(self) -> None:
-        self.lengths += 1
-        self._forward(self.tokens)
+        if self._one_launch is not None:
+            self._one_launch()
+        else:
+            self.lengths += 1
+            self._forward(self.tokens)
+
+    def _step_model(self) -> StepModel:
+        w, c = self.weights, self.config
+        layers = [
+            dict(
+                norm_1=layer.attention_norm, qkv=layer.qkv, o=layer.o, norm_2=layer.mlp_norm, up=layer.gate_up,
+                down=layer.down, k_cache=k_cache, v_cache=v_cache,
+            )
+            for layer, k_cache, v_cache in zip(w.layers, self.k_cache, self.v_cache, strict=True)
+        ]  # fmt: skip
+        return StepModel(
+            layers, w.embedding, w.norm, w.lm_head, c.heads, "swiglu", c.eps, cos=self.cos, sin=self.sin
+        )  # fmt: skip
 
     def _forward(self, tokens: Tensor) -> None:
         """Logits and the next token of each sequence, after these ``(batch, seq)``; lengths include them."""
@@ -153,7 +180,7 @@ class Decoder:
         for i, layer in enumerate(w.layers):
             qkv = product(x, layer.qkv, norm=layer.attention_norm, eps=eps)
             self._add_product(x, self._attention(i, qkv), layer.o)
-            inner = product(x, layer.gate_up, norm=layer.mlp_norm, eps=eps, swiglu=True)
+            inner = product(x, layer.gate_up, norm=layer.mlp_norm, eps=eps, activation="swiglu")
             self._add_product(x, inner, layer.down)
         seq = x.shape[0] // self.batch
         product(x[seq - 1 :: seq], w.lm_head, norm=w.norm, eps=eps, out=self.logits)

@@ -7,11 +7,13 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from task6.generation.decoder import Decoder
 from task6.generation.measure import Generator
 from task6.generation.weights import Weights
 from task6.model import MLP_FACTOR, customModel
 from task6.rope import RoPE
 
+ONE_LAUNCH = "the decoder, a step in one launch"
 READABLE = "task 6's model"
 LLAMA = "Hugging Face, SDPA"
 COMPILED = "Hugging Face, compiled with a static cache"
@@ -119,7 +121,12 @@ def compiled(weights: Weights, batch: int, max_seq_len: int) -> HuggingFace:
     return HuggingFace(weights, batch, max_seq_len, compiled=True)
 
 
-PEERS: dict[str, Make] = {READABLE: Readable, LLAMA: HuggingFace}
+def one_launch(weights: Weights, batch: int, max_seq_len: int) -> Decoder:
+    """The decoder with a persistent step."""
+    return Decoder(weights, batch, max_seq_len, persistent=True)
+
+
+PEERS: dict[str, Make] = {ONE_LAUNCH: one_launch, READABLE: Readable, LLAMA: HuggingFace}
 
 
 def llama(weights: Weights) -> LlamaForCausalLM:

@@ -10,9 +10,11 @@ from common.inputs import KERNEL_DTYPES, check_device, describe, expect
 
 MAX_ROWS = 16
 TILE = 16  # rows of w
+ACTIVATIONS = (None, "swiglu", "gelu")
 ON_CPU = 3  # blocks where there is no GPU
 BLOCKS_PER_SM = 2
 _KERNELS = Kernels(__file__, "product.cu")
+_STREAMED = Kernels(__file__, "streamed_product.cu")  # Hopper alone
 
 
 def product(
@@ -21,19 +23,24 @@ def product(
     *,
     norm: Tensor | None = None,
     eps: float = 1e-6,
+    row_sums: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
     residual: Tensor | None = None,
-    swiglu: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """``x @ w.T``, with what stands before and behind it in a decoder layer.
 
     Args:
         x: ``(rows, K)``, up to 16 rows, float32, float16 or bfloat16; K a multiple of 8.
-        w: ``(N, K)``; with ``swiglu`` the rows of gate, then those of up.
+        w: ``(N, K)``; with "swiglu" the rows of gate, then those of up.
         norm: ``(K,)``: x is first normed, ``x / sqrt(mean(x^2) + eps) * norm``.
+        row_sums: ``(N,)``, ``w @ norm``: makes it a layer norm, ``(x - mean(x)) / sqrt(var(x) + eps) * norm``. What
+            such a norm adds belongs to the bias, ``w @ b``.
+        bias: ``(N,)``: is added.
+        activation: "gelu", approximated by tanh, of the product; "swiglu": ``silu(gate) * up`` of its halves.
         residual: as out: is added. It may be out itself.
-        swiglu: ``silu(gate) * up`` of the product's halves.
-        out: ``(rows, N)``, with ``swiglu`` ``(rows, N / 2)``; a new one if None.
+        out: ``(rows, N)``, with "swiglu" ``(rows, N / 2)``; a new one if None.
 
     Returns:
         out. Sums are float32; what is rounded is what the plain model rounds, but for x / sqrt(mean(x^2) + eps).
@@ -50,13 +57,22 @@ def product(
         raise ValueError(f"x must have from 1 to {MAX_ROWS} rows; got {rows}")
     if K % 8 or not K:
         raise ValueError(f"K must be a positive multiple of 8; got {K}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {ACTIVATIONS}; got {activation!r}")
+    swiglu = activation == "swiglu"
     if not N or (swiglu and N % 16):
         raise ValueError(f"N must be positive, and a multiple of 16 with swiglu; got {N}")
+    if row_sums is not None and norm is None:
+        raise ValueError("row_sums are for a norm; got none")
+    if swiglu and (row_sums is not None or bias is not None):
+        raise ValueError("swiglu has neither row_sums nor bias")
     shape = (rows, N // 2 if swiglu else N)
     if out is None:
         out = torch.empty(shape, **like_x)
     for name, tensor, wanted in (
         ("norm", norm, (K,)),
+        ("row_sums", row_sums, (N,)),
+        ("bias", bias, (N,)),
         ("residual", residual, shape),
         ("out", out, shape),
     ):
@@ -78,12 +94,18 @@ def product(
                 f" {describe(tensor)} with strides {tensor.stride()}"
             )
     tiles = -(-N // TILE)
-    _KERNELS.launch(
-        "product", x=x, w=w, norm=x if norm is None else norm, has_norm=int(norm is not None),
-        residual=x if residual is None else residual, has_residual=int(residual is not None), out=out,
-        swiglu=int(swiglu), eps=eps, blocks=min(tiles, _blocks(x.device)), dtype=dtype_code(x.dtype),
+    (_STREAMED if is_hopper(x.device) else _KERNELS).launch(
+        "product", x=x, w=w, norm=norm, row_sums=row_sums, bias=bias, residual=x if residual is None else residual,
+        has_residual=int(residual is not None), out=out, activation=ACTIVATIONS.index(activation), eps=eps,
+        blocks=min(tiles, _blocks(x.device)), dtype=dtype_code(x.dtype),
     )  # fmt: skip
     return out
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether kernels for sm_90a run there."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.cache

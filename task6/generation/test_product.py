@@ -12,7 +12,7 @@ from task6.generation.product import product
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def expected(x, w, norm, eps, residual, swiglu):
+def expected(x, w, norm, eps, layer_norm, bias, residual, activation):
     """What is computed, in float64, and by how much rounding may change it.
 
     In 16 bits each of K terms is rounded, by up to half an eps to either side: the error of their sum is about half an
@@ -21,12 +21,27 @@ def expected(x, w, norm, eps, residual, swiglu):
     """
     unit = torch.finfo(x.dtype).eps
     factor = 5 if x.dtype == torch.float32 else 2
-    x, w, norm, residual = (t.double() if t is not None else None for t in (x, w, norm, residual))
-    if norm is not None:
-        x = F.rms_norm(x, norm.shape, norm, eps)
+    x, w, norm, bias, residual = (
+        t.double() if t is not None else None for t in (x, w, norm, bias, residual)
+    )
+    terms = x
+    if layer_norm:
+        terms = (
+            x * norm / (x.var(1, correction=0, keepdim=True) + eps).sqrt()
+        )  # before the mean is taken off
+        x = F.layer_norm(x, norm.shape, norm, None, eps)
+    elif norm is not None:
+        terms = x = F.rms_norm(x, norm.shape, norm, eps)
     y = x @ w.T
-    loss = unit * (factor * (x**2 @ (w**2).T).sqrt() + 4 * y.abs())
-    if swiglu:
+    loss = unit * (factor * (terms**2 @ (w**2).T).sqrt() + 4 * y.abs())
+    if layer_norm:  # row_sums is rounded as well
+        loss += unit * terms.mean(1, keepdim=True).abs() * (w @ norm / norm.mean()).abs()
+    if bias is not None:
+        loss += unit * bias.abs()
+        y = y + bias
+    if activation == "gelu":  # its slope is at most 1.13
+        y, loss = F.gelu(y, approximate="tanh"), 1.2 * loss + 1e-6
+    if activation == "swiglu":
         (gate, up), (gate_loss, up_loss) = y.chunk(2, 1), loss.chunk(2, 1)
         y = F.silu(gate) * up
         loss = 1.1 * up.abs() * gate_loss + gate.abs() * up_loss + unit * y.abs()
@@ -43,19 +58,27 @@ def test_it_matches_float64(dtype):
         r = random.Random(seed)
         torch.manual_seed(seed)
         rows, K = r.randint(1, 16), 8 * r.choice((1, 3, 16, 17, 50, 128, 200))
-        swiglu = r.random() < 0.3
+        activation = r.choice((None, "swiglu", "gelu"))
+        swiglu = activation == "swiglu"
         N = 16 * r.randint(1, 9) if swiglu else r.choice((1, 16, 17, 64, 100))
         wide = torch.randn(rows, K + 16, device=DEVICE).to(dtype)
         x, w = wide[:, 8:-8], torch.randn(N, K, device=DEVICE).mul_(K**-0.5).to(dtype)
         norm = torch.rand(K, device=DEVICE).to(dtype) + 0.5 if r.random() < 0.5 else None
         shape = (rows, N // 2 if swiglu else N)
         residual = torch.randn(shape, device=DEVICE).to(dtype) if r.random() < 0.5 else None
-        truth, loss = expected(x, w, norm, 1e-5, residual, swiglu)
+        layer_norm = norm is not None and not swiglu and r.random() < 0.5
+        bias = None
+        if not swiglu and r.random() < 0.5:
+            bias = torch.randn(N, device=DEVICE).to(dtype)
+        truth, loss = expected(x, w, norm, 1e-5, layer_norm, bias, residual, activation)
         out = torch.full(shape, torch.nan, device=DEVICE, dtype=dtype)
         if residual is not None and r.random() < 0.5:
             out.copy_(residual)
             residual = out
-        got = product(x, w, norm=norm, eps=1e-5, residual=residual, swiglu=swiglu, out=out)
+        row_sums = (w.float() @ norm.float()).to(dtype) if layer_norm else None
+        got = product(
+            x, w, norm=norm, eps=1e-5, row_sums=row_sums, bias=bias, activation=activation, residual=residual, out=out
+        )  # fmt: skip
         assert got is out
         error = (got.double() - truth).abs()
         assert (error <= loss).all(), (
@@ -68,7 +91,7 @@ def test_it_matches_float64(dtype):
     [
         ((17, 16), (16, 16), {}, "x must have from 1 to 16 rows; got 17"),
         ((1, 12), (16, 12), {}, "K must be a positive multiple of 8; got 12"),
-        ((1, 16), (24, 16), {"swiglu": True}, "a multiple of 16 with swiglu; got 24"),
+        ((1, 16), (24, 16), {"activation": "swiglu"}, "a multiple of 16 with swiglu; got 24"),
         ((1, 16), (16, 24), {}, r"w must be \(N, 16\)"),
         ((1, 16), (16, 16), {"norm": torch.ones(8)}, r"norm must be \(16\)|norm must be \(16,\)"),
         ((1, 16), (16, 16), {"residual": torch.ones(1, 8)}, r"residual must be \(1, 16\)"),

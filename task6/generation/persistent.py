@@ -1,0 +1,126 @@
+"""A decode step of a whole model in one launch: ``persistent.cu``."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.build import Kernels, dtype_code
+from task6.generation.product import ACTIVATIONS, is_hopper
+
+MAX_ROWS = 8
+HEAD_DIMS = (64, 128)
+FEWEST_KEYS = 32  # of a block
+LAYER = (
+    "norm_1", "qkv", "qkv_sums", "qkv_bias", "o", "o_bias", "norm_2", "up", "up_sums", "up_bias", "down", "down_bias",
+    "k_cache", "v_cache",
+)  # fmt: skip
+_KERNELS = Kernels(__file__, "persistent.cu")  # Hopper alone
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """What a step reads.
+
+    Attributes:
+        layers: tensors by the names of LAYER; those that a model does not have are missing. Matrices are ``(N, K)``,
+            and with SwiGLU ``up`` has the rows of gate, then those of up. ``*_sums`` make a norm a layer norm, as in
+            :func:`task6.generation.product.product`. Caches are ``(batch, max_seq, kv_heads, head_dim)``.
+        embedding: ``(vocab, hidden)``.
+        norm, head: ``(hidden,)`` and ``(vocab, hidden)``; head_sums, head_bias: ``(vocab,)``, or None.
+        heads: query heads.
+        activation: "swiglu" or "gelu".
+        eps: of the norms.
+        positions: ``(max_seq, hidden)``, added to the embedding; None with RoPE.
+        cos, sin: float32 ``(max_seq, head_dim / 2)``; None without RoPE.
+    """
+
+    layers: Sequence[Mapping[str, Tensor | None]]
+    embedding: Tensor
+    norm: Tensor
+    head: Tensor
+    heads: int
+    activation: str
+    eps: float
+    head_sums: Tensor | None = None
+    head_bias: Tensor | None = None
+    positions: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+
+
+class PersistentStep:
+    """A step of a model: called, it advances these buffers, in one launch. Hopper alone.
+
+    Args:
+        model: of float32, float16 or bfloat16 tensors, each contiguous, with head_dim 64 or 128.
+        tokens: int64, one per sequence, up to 8: the newest ones. They become the next ones.
+        lengths: int32 ``(batch,)``, positions of the caches that are filled. Each grows by one; the caller sees to it
+            that there is room.
+        logits: ``(batch, vocab)``, from which the next tokens are taken.
+        blocks: no more than the GPU holds at once, one on each SM; that many if None.
+
+    Raises:
+        ValueError: a model or a batch that the kernel does not take.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        tokens: Tensor,
+        lengths: Tensor,
+        logits: Tensor,
+        *,
+        blocks: int | None = None,
+    ) -> None:
+        first, rows = model.layers[0], len(lengths)
+        (_, max_seq, kv_heads, head_dim), hidden = first["k_cache"].shape, model.embedding.shape[1]
+        if not 1 <= rows <= MAX_ROWS:
+            raise ValueError(f"a persistent step takes from 1 to {MAX_ROWS} sequences; got {rows}")
+        if blocks is None and not is_hopper(lengths.device):
+            raise ValueError(
+                f"a persistent step runs on a Hopper GPU alone; got tensors on {lengths.device}"
+            )
+        if head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")
+        place = dict(device=lengths.device, dtype=model.embedding.dtype)
+        tensors = [t for layer in model.layers for t in layer.values()]
+        tensors += [model.embedding, model.norm, model.head, model.head_sums, model.head_bias]
+        for t in [t for t in (*tensors, model.positions) if t is not None]:
+            if not t.is_contiguous() or (t.dtype, t.device) != (place["dtype"], place["device"]):
+                raise ValueError(
+                    "a persistent step takes contiguous tensors of one dtype and device"
+                )
+        if blocks is None:
+            blocks = torch.cuda.get_device_properties(lengths.device).multi_processor_count
+        pairs = rows * kv_heads
+        splits = max(1, min(blocks // pairs, math.ceil(max_seq / FEWEST_KEYS)))
+        wide = first["up"].shape[0] // (2 if model.activation == "swiglu" else 1)
+        addresses = [
+            [0 if layer.get(name) is None else layer[name].data_ptr() for name in LAYER]
+            for layer in model.layers
+        ]
+        self._kept = model  # the kernel has addresses only
+
+        def buffer(columns: int) -> Tensor:
+            return torch.empty(rows, columns, **place)
+
+        self.arguments = dict(
+            layers=torch.tensor(addresses, device=lengths.device), layer_count=len(model.layers),
+            embedding=model.embedding, positions=model.positions, norm=model.norm, head=model.head,
+            head_sums=model.head_sums, head_bias=model.head_bias, cos=model.cos, sin=model.sin,
+            x=buffer(hidden), qkv=buffer(first["qkv"].shape[0]), o=buffer(model.heads * head_dim),
+            inner=buffer(wide), logits=logits,
+            partial=torch.empty(pairs * splits * model.heads // kv_heads * (head_dim + 2), device=lengths.device),
+            best=torch.zeros(rows, dtype=torch.int64, device=lengths.device),
+            counters=torch.zeros(2 + pairs, dtype=torch.int32, device=lengths.device), lengths=lengths, tokens=tokens,
+            heads=model.heads, kv_heads=kv_heads, head_dim=head_dim, max_seq=max_seq,
+            activation=ACTIVATIONS.index(model.activation), splits=splits, eps=model.eps,
+            scale=1 / math.sqrt(head_dim), blocks=blocks, dtype=dtype_code(place["dtype"]),
+        )  # fmt: skip
+
+    def __call__(self) -> None:
+        """Advance by one token."""
+        _KERNELS.launch("step", **self.arguments)
