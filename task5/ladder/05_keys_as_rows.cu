@@ -74,7 +74,8 @@ static int with_head_dim(int head_dim, int rows, Use use) {
 }
 template <typename Use>
 static int with_kernel(int dtype, int head_dim, int rows, Use use) {
-  return dtype == FLOAT16 ? with_head_dim<__half>(head_dim, rows, use) : with_head_dim<__nv_bfloat16>(head_dim, rows, use);
+  if (dtype == FLOAT16) return with_head_dim<__half>(head_dim, rows, use);
+  return with_head_dim<__nv_bfloat16>(head_dim, rows, use);
 }
 
 template <int D, int N>

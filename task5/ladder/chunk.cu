@@ -231,7 +231,8 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1) chunk_kernel(c
   };
   if (c.clusters == 1) return merge(splits, ml_here, O_here, write);
 
-  const int64_t tile = int64_t(blockIdx.z) * gridDim.y + blockIdx.y, slots = int64_t(gridDim.z) * gridDim.y * c.clusters;
+  const int64_t tile = int64_t(blockIdx.z) * gridDim.y + blockIdx.y;
+  const int64_t slots = int64_t(gridDim.z) * gridDim.y * c.clusters;
   const auto slot = [&](int n, int r) { return (tile * c.clusters + n) * B_r + split * each + r; };
   float2* global_ml = reinterpret_cast<float2*>(c.partial + slots * B_r * D);
   merge(splits, ml_here, O_here, [&](int r, int e, float2 ml, float4 O) {

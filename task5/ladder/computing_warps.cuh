@@ -1,5 +1,5 @@
-// The warps of rung 5 that compute. Of a product's 64 rows a warp has 16: lane g = lane / 4, t = lane % 4 has rows g and
-// g + 8 of them, and columns 8 n + 2 t and 8 n + 2 t + 1 for each n.
+// The warps of rung 5 that compute. Of a product's 64 rows a warp has 16: lane g = lane / 4, t = lane % 4 has rows g
+// and g + 8 of them, and columns 8 n + 2 t and 8 n + 2 t + 1 for each n.
 #pragma once
 #include "part_tree.cuh"
 

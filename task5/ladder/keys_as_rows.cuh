@@ -15,7 +15,8 @@ struct Arguments {
   int block_bits, cluster_bits;  // 1 << block_bits blocks of a cluster, 1 << cluster_bits clusters of a pair
 };
 
-// Of how many parts is a sequence, as a power of two; and which are a block's: [first_part(rank), first_part(rank + 1)).
+// Of how many parts is a sequence, as a power of two; and which are a block's: from first_part(rank) to that of the
+// next rank.
 DEVICE int part_bits(const Arguments& c, const Sequence& s) {
   const int blocks = c.block_bits + c.cluster_bits;
   return !c.a.chunks ? blocks : s.tiles < MANY_TILES ? 4

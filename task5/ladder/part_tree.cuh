@@ -40,7 +40,8 @@ struct State {
   }
 };
 
-// Bytes that a block of a cluster gets: all blocks' m, l of all rows, and every so manieth quad (four columns of a row).
+// Bytes that a block of a cluster gets: all blocks' m, l of all rows, and its share of the quads, four columns of a
+// row.
 template <int D, int N>
 DEVICE int received_bytes(const Arguments& c, int row_0) {
   const int rows = min(N, c.a.rows - row_0), blocks = 1 << c.block_bits, rank = blockIdx.x & (blocks - 1);

@@ -52,7 +52,8 @@ struct Model {
     const Shape& shape = shapes[which];
     p.rows = rows, p.N = shape.N, p.K = shape.K, p.units = shape.units, p.per_stage = shape.per_stage, p.eps = eps;
     p.w_stride = p.x_stride = shape.K, p.out_stride = p.residual_stride = shape.N;
-    if (which == QKV) p.x = x, p.norm = l.norm_1, p.w = l.qkv, p.row_sums = l.qkv_sums, p.bias = l.qkv_bias, p.out = qkv;
+    if (which == QKV) p.x = x, p.norm = l.norm_1, p.w = l.qkv, p.row_sums = l.qkv_sums, p.bias = l.qkv_bias;
+    if (which == QKV) p.out = qkv;
     if (which == O) p.x = o, p.w = l.o, p.bias = l.o_bias, p.residual = p.out = x;
     if (which == UP) {
       p.x = x, p.norm = l.norm_2, p.w = l.up, p.row_sums = l.up_sums, p.bias = l.up_bias, p.out = inner;
@@ -159,7 +160,8 @@ DEVICE void attend(const Model& m, const Layer& layer, Memory<X_ROWS, D>& mem) {
 
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const int pair = item / m.splits, split = item - pair * m.splits, b = pair / m.kv_heads, kv = pair - b * m.kv_heads;
-    const int len = m.lengths[b] + 1, begin = int64_t(len) * split / m.splits, end = int64_t(len) * (split + 1) / m.splits;
+    const int len = m.lengths[b] + 1;
+    const int begin = int64_t(len) * split / m.splits, end = int64_t(len) * (split + 1) / m.splits;
     const T* heads = static_cast<const T*>(m.qkv) + int64_t(b) * (m.heads + 2 * m.kv_heads) * D;
     const T *new_k = heads + (m.heads + kv) * D, *new_v = heads + (m.heads + m.kv_heads + kv) * D;
     const int64_t first = b * int64_t(m.max_seq) * row_stride + kv * D;
@@ -364,12 +366,12 @@ static cudaError_t launch(Model& m, int blocks, cudaStream_t stream) {
 }
 
 // layers: (layers, 14) addresses in the order of Layer; blocks: no more than fit at once, one on each SM.
-extern "C" cudaError_t step(const void* layers, int layer_count, View embedding, const void* positions, const void* norm,
-                            View head, const void* head_sums, const void* head_bias, const float* cos, const float* sin,
-                            View x, View qkv, View o, View inner, void* logits, float* partial, void* best,
-                            int* counters, int* lengths, int64_t* tokens, int heads, int kv_heads, int head_dim,
-                            int max_seq, int activation, int splits, float eps, float scale, int blocks, int dtype,
-                            cudaStream_t stream) {
+extern "C" cudaError_t step(const void* layers, int layer_count, View embedding, const void* positions,
+                            const void* norm, View head, const void* head_sums, const void* head_bias, const float* cos,
+                            const float* sin, View x, View qkv, View o, View inner, void* logits, float* partial,
+                            void* best, int* counters, int* lengths, int64_t* tokens, int heads, int kv_heads,
+                            int head_dim, int max_seq, int activation, int splits, float eps, float scale, int blocks,
+                            int dtype, cudaStream_t stream) {
   Model m = {};
   m.layers = static_cast<const Layer*>(layers), m.layer_count = layer_count;
   m.embedding = embedding.data, m.positions = positions, m.norm = norm;

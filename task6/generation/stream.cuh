@@ -82,11 +82,12 @@ DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage) {
   }
 }
 
-// ---- The warps that compute. Lane g = lane / 4, t = lane % 4 has row g of each unit, and of each row the 16 bytes from
-// 16 (4 warp + t) on.
+// ---- The warps that compute. Lane g = lane / 4, t = lane % 4 has row g of each unit, and of each 512 bytes of a row
+// the 16 from 16 (4 warp + t) on.
 
 // In 16 bits: m16n8k16 with rows of x as the 16 rows and a unit as the 8 columns. A lane has 8 neighbours in k where a
-// fragment has 2, and 2 that are 8 apart: the sum over k has no order, so both operands are taken in the same other one.
+// fragment has 2, and 2 that are 8 apart: the sum over k has no order, so both operands are taken in the same other
+// one.
 template <typename T, int X_ROWS>
 struct TensorCores {
   static constexpr int UNITS = MOST_UNITS;
