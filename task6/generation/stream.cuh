@@ -73,8 +73,10 @@ DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage) {
     const T* row = static_cast<const T*>(p.w) + p.row_of(unit + lane / UNIT, lane % UNIT) * p.w_stride;
     for (int k = 0; k < p.K; k += CHUNK) {
       const int bytes = min(CHUNK, p.K - k) * int(sizeof(T));
-      mbarrier_wait(&mem.empty[stage.index], stage.parity ^ 1);
-      if (lane == 0) mbarrier_arrive_expect(&mem.full[stage.index], number * bytes);
+      if (lane == 0) {
+        mbarrier_wait(&mem.empty[stage.index], stage.parity ^ 1);
+        mbarrier_arrive_expect(&mem.full[stage.index], number * bytes);
+      }
       __syncwarp();
       if (loads) copy_row(stage.at(mem.stages) + lane * PITCH, row + k, bytes, &mem.full[stage.index]);
       stage.next();
