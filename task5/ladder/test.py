@@ -129,6 +129,19 @@ def test_it_matches_float64(rung, part):
 
 
 @pytest.mark.parametrize("rung", RUNGS)
+def test_a_cache_that_expand_repeats(rung):
+    """All sequences read one cache: its batch has a stride of 0."""
+    torch.manual_seed(new_seed())
+    q = torch.randn(3, 1, 8, 64, device=DEVICE).half()
+    k, v = (torch.randn(1, 300, 2, 64, device=DEVICE).half() for _ in "kv")
+    lengths = torch.tensor([300, 1, 77], dtype=torch.int32, device=DEVICE)
+    repeated = (t.expand(3, -1, -1, -1) for t in (k, v))
+    got = decode_attention(q, *repeated, seqlens_k=lengths, rung=rung)
+    copies = (t.repeat(3, 1, 1, 1) for t in (k, v))
+    assert torch.equal(got, decode_attention(q, *copies, seqlens_k=lengths, rung=rung))
+
+
+@pytest.mark.parametrize("rung", RUNGS)
 def test_a_sequence_has_the_same_bits_in_any_batch(rung):
     for _ in range(CASES // 4):
         seed = new_seed()
