@@ -16,14 +16,19 @@ from common.check.rng import new_seed
 from common.record import provenance
 from common.record.grid import Grid
 from common.timing import reference
-from task5.ladder import bars, plot, steps, table
+from task5.ladder import bars, plot, prefill, steps, table
 from task5.ladder.benchmark import CURVES, OURS, SHAPES, our_sides, time_shape
 from task5.ladder.peers import peer_sides, versions
 from task5.ladder.record import Record, Run, Tables, Times, load, save
 from task5.ladder.rungs import FOLDER, RUNGS, Rung
 
-SOURCES = ("task5/ladder/*.cu", "task5/ladder/*.cuh", "task5/ladder/call.py")
-TESTS = (FOLDER / "test.py", FOLDER / "test_append.py")
+SOURCES = (
+    "task5/ladder/*.cu",
+    "task5/ladder/*.cuh",
+    "task5/ladder/call.py",
+    "task5/ladder/chunk.py",
+)
+TESTS = (FOLDER / "test.py", FOLDER / "test_append.py", FOLDER / "test_chunk.py")
 ROOM_ON_CPU = 96  # keys, for --steps
 
 console = Console(
@@ -56,6 +61,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--check-only", "--no-timing", action="store_true", help="build and check")
     add("--no-check", action="store_true", help="do not check first; nothing is written")
     add("--bars", action="store_true", help="only what the bars need: not each rung, and no curves; nothing is written")
+    add("--prefill", action="store_true", help="instead of decode, time chunks of prompts beside the libraries")
     add("--steps", type=int, metavar="N", help="instead of timing, decode N steps from CUDA graphs and compare each")
     add("--render", action="store_true", help="only write RESULTS.md and the picture from table.json")
     add("--seed", type=int, help="repeat the random inputs of an earlier run")
@@ -84,6 +90,8 @@ def _run(options: argparse.Namespace) -> int:
         return 1
     if options.steps:
         return _steps(options)
+    if options.prefill:
+        return _prefill(options)
     if not (options.no_check or _check(options)):
         return 1
     if not on_gpu:
@@ -156,6 +164,21 @@ def _steps(options: argparse.Namespace) -> int:
     met = _print(tables.grids)
     if device == "cuda":
         _render(save(steps=tables))
+    return 0 if met else 1
+
+
+def _prefill(options: argparse.Namespace) -> int:
+    """Chunks of prompts; what was found is kept."""
+    if options.device.type != "cuda":
+        console.print("timing needs a GPU")
+        return 0
+    with console.status("timing") as status:
+        found = prefill.time_chunks(
+            prefill.CHUNKS, options.seed, lambda key: status.update(f"timing {key}")
+        )
+    tables = Tables(_provenance(options), [found])
+    met = _print(tables.grids)
+    _render(save(prefill=tables))
     return 0 if met else 1
 
 

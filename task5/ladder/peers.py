@@ -1,4 +1,4 @@
-"""The libraries' decode kernels, each given what suits it best: contiguous caches of known length, or pages of 64.
+"""The libraries' kernels, each given what suits it best: for decode contiguous caches of known length, or pages of 64.
 
 PyTorch's by backend, FlashAttention-3, and of FlashInfer its own two kernels and XQA (TensorRT-LLM's). A library that
 is not here, or does not take a shape, is left out of it with the reason.
@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from common.timing import Backend, sdpa
@@ -93,6 +94,54 @@ PEERS = (
     Peer("XQA", (BF16,), _xqa),
 )
 LABELS = tuple(peer.label for peer in PEERS)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, backend: SDPBackend) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    with sdpa_kernel(backend):
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def _sdpa_flash(inputs: Inputs) -> list[Call]:
+    mask = causal_lower_right(inputs.shape.q_len, inputs.shape.kv_len)
+    return _on_caches(partial(_causal, mask=mask, backend=SDPBackend.FLASH_ATTENTION))(inputs)
+
+
+def _sdpa_cudnn(inputs: Inputs) -> list[Call]:
+    q_len, kv_len = inputs.shape.q_len, inputs.shape.kv_len
+    seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=inputs.q.device)
+    mask = seen.tril_(kv_len - q_len)
+    return _on_caches(partial(_causal, mask=mask, backend=SDPBackend.CUDNN_ATTENTION))(inputs)
+
+
+def _fa3_chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = import_peer(FA3_MODULE).flash_attn_with_kvcache(q, k, v, causal=True)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _flashinfer_chunk(inputs: Inputs) -> list[Call]:
+    shape, flashinfer = inputs.shape, import_peer("flashinfer")
+    if shape.batch == 1:
+        attend = partial(flashinfer.single_prefill_with_kv_cache, causal=True, kv_layout="NHD")
+        return [partial(attend, inputs.q[0], k[0], v[0]) for k, v in inputs.caches]
+    ends = torch.arange(shape.batch + 1, dtype=torch.int32, device=inputs.q.device)
+    workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=inputs.q.device)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    wrapper.plan(
+        ends * shape.q_len, ends * shape.kv_len, shape.heads, shape.kv_heads, shape.head_dim,
+        causal=True, q_data_type=shape.dtype,
+    )  # fmt: skip
+    q = inputs.q.flatten(0, 1)
+    return [partial(wrapper.run, q, k.flatten(0, 1), v.flatten(0, 1)) for k, v in inputs.caches]
+
+
+CHUNK_PEERS = {
+    Backend.FLASH.value: _sdpa_flash,
+    Backend.CUDNN.value: _sdpa_cudnn,
+    FA3.label: _on_caches(_fa3_chunk),
+    "FlashInfer": _flashinfer_chunk,
+}
 
 
 def peer_sides(dtype: torch.dtype) -> dict[str, Prepare]:

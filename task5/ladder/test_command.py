@@ -8,13 +8,14 @@ from functools import partial
 import pytest
 import torch
 
+from common.check.attention import attention_float64
 from common.record import provenance
 from common.record.grid import Grid
 from common.timing import Backend, Timing
 from common.timing.compare import Measured
 from common.timing.peers import FA3
 from task5.ladder import __main__ as command
-from task5.ladder import bars, benchmark, peers, plot, record, steps, table
+from task5.ladder import bars, benchmark, peers, plot, prefill, record, steps, table
 from task5.ladder.benchmark import (
     BF16,
     CURVES,
@@ -43,7 +44,9 @@ def ladder(tmp_path, monkeypatch):
     for module in (table, plot):
         monkeypatch.setattr(module, "FOLDER", tmp_path)
     monkeypatch.setattr(record, "TABLE", tmp_path / "table.json")
-    marks = (f"<!-- ladder: {s} -->\n<!-- end: {s} -->\n" for s in ("times", "bars", "steps"))
+    marks = (
+        f"<!-- ladder: {s} -->\n<!-- end: {s} -->\n" for s in ("times", "bars", "prefill", "steps")
+    )
     (tmp_path / "RESULTS.md").write_text("mine\n" + "".join(marks) + "mine\n")
     return tmp_path
 
@@ -250,7 +253,7 @@ def test_a_run_replaces_its_part_of_the_record(ladder):
     record.save(steps=found)
     again = times({LARGE: at({OURS: 125}, XQA="not here")})
     record.save(times=again)
-    assert record.load() == Record(again, found, found)
+    assert record.load() == Record(again, found, steps=found)
     assert again.microseconds(LARGE, OURS) == 125 and again.microseconds(LARGE, CUDNN) is None
     assert again.floor(LARGE) == pytest.approx(122.6, abs=0.1)
 
@@ -264,7 +267,7 @@ def test_results_are_filled_in_between_the_markers_only(ladder):
     text = (ladder / "RESULTS.md").read_text()
     assert text.startswith("mine\n") and text.endswith("\nmine\n")
     assert "A pure read in the same run: 4,380 GB/s." in text and "(decode.png)" in text
-    assert "0 of 1 bars met" in text and text.count("Not measured yet") == 1
+    assert "0 of 1 bars met" in text and text.count("Not measured yet") == 2
     assert "2026-01-01" in text and "2026-03-03" in text and "FlashInfer: 0.6.13" in text
     assert f"- FlashInfer, {LARGE.key}: no such shape" in text
     assert f"- [{RUNGS[0].label}]({RUNGS[0].file}): {RUNGS[0].title}" in text
@@ -387,7 +390,7 @@ def test_only_a_complete_run_is_written(on_gpu, capsys):
     curve = kept.times.shapes["B16 32/8 kv131072 d128 bfloat16"].times
     assert OURS in curve and paged(64) not in curve and ON_CPU[0].label not in curve
     assert "2026-05-05" in (on_gpu / "RESULTS.md").read_text()
-    assert set(json.loads(record.TABLE.read_text())) == {"times", "bars", "steps"}
+    assert set(json.loads(record.TABLE.read_text())) == {"times", "bars", "prefill", "steps"}
 
 
 def test_the_steps_of_a_gpu_are_kept(on_gpu, monkeypatch):
@@ -396,6 +399,51 @@ def test_the_steps_of_a_gpu_are_kept(on_gpu, monkeypatch):
     assert command.main(["--steps", "9"]) == 0
     assert record.load().steps.grids == [grid]
     assert "9 decode steps" in (on_gpu / "RESULTS.md").read_text()
+
+
+# Chunked prefill --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("q_len", [5, 50])
+def test_a_chunk_is_checked_at_its_ends(q_len):
+    torch.manual_seed(4)
+    inputs = Inputs(Shape(2, 4, 2, 70, 64, FP32, q_len), "cpu", caches=1)
+    ((k, v),) = inputs.caches
+    whole = attention_float64(inputs.q, k, v, causal=True)
+    rows = range(5) if q_len == 5 else (*range(16), *range(34, 50))
+    torch.testing.assert_close(inputs.truth(), whole[:, list(rows)])
+    assert torch.equal(inputs.checked(whole), whole[:, list(rows)])
+    (call,) = prefill.SIDES[OURS](inputs)
+    torch.testing.assert_close(
+        inputs.checked(call()).double(), inputs.truth(), atol=1e-5, rtol=1e-4
+    )
+
+
+def test_chunks_are_judged():
+    fast, slow, broken = prefill.CHUNKS[:3]
+    found = {
+        fast.key: at({OURS: 10, prefill.LADDER: 30, CUDNN: 12.5}),
+        slow.key: at({OURS: 10, CUDNN: 12.5, "FlashInfer": 9}),
+        broken.key: at({CUDNN: 10}, ours="wrong result: 1 away from float64"),
+    }
+    grid = prefill.judge([fast, slow, broken], found)
+    assert all(len(row) == len(grid.columns) for row in grid.rows)
+    assert grid.rows[0][-2:] == ["1.25", CUDNN] and grid.rows[1][-2:] == ["0.90 !", "FlashInfer"]
+    assert grid.rows[2][1] == "wrong result: 1 away from float64 !"
+    assert grid.bars == [True, False, False]
+    assert prefill.flop(Shape(1, 1, 1, 3, 64, q_len=2)) == 4 * 64 * 5  # 2 keys and 3
+
+
+def test_the_chunks():
+    keys = [chunk.key for chunk in prefill.CHUNKS]
+    assert keys[0] == "B3 q333 16/4 kv5000 d64 bfloat16" and len(set(keys)) == len(keys) == 58
+
+
+def test_the_chunks_of_a_gpu_are_kept(on_gpu, monkeypatch):
+    grid = Grid("chunks", ["", "found"], [["x", "1.0"]], [True])
+    monkeypatch.setattr(prefill, "time_chunks", lambda chunks, seed, say: grid)
+    assert command.main(["--prefill"]) == 0
+    assert record.load().prefill.grids == [grid]
 
 
 # Endurance --------------------------------------------------------------------------------------------------
