@@ -7,10 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from common.check import Rng, assert_close
 from common.check.attention import attention_float64, attention_pytorch
 from common.check.rng import new_seed
+from common.products import TensorCoreLinear
 from task2 import attention as task2
 from task4.attention import TILES, flash_attention, tile_fits
 from task4.ladder import RUNGS, ladder_attention
@@ -19,6 +21,7 @@ from task5.ladder import append_rope, decode_attention
 from task5.ladder.call import KEYS_AS_ROWS
 from task5.ladder.call import RUNGS as DECODE_RUNGS
 from task5.ladder.chunk import chunk_attention
+from task6.generation.product import product
 from task6.rope import RoPE, apply_rotary_emb
 
 SEED = new_seed()
@@ -86,6 +89,30 @@ def _chunk(rng, device, split):
     got = chunk_attention(*(t.to(device) for t in (q, k, v)), causal=True, split=split)
     k, v = (t.repeat_interleave(3, 2) for t in (k, v))
     return got, attention_float64(q, k, v, causal=True), attention_pytorch(q, k, v, causal=True)
+
+
+def _product(rng, device, dtype):
+    """Of a decode step: a norm before it, the residual behind it."""
+    sizes, scale = ((4, 264), (80, 264), (264,), (4, 80)), 264**-0.5
+    x, w, norm, residual = (
+        rng.randn(*size, dtype=dtype, scale=s)
+        for size, s in zip(sizes, (1, scale, 1, 1), strict=True)
+    )
+    there = (t.to(device) for t in (x, w, norm, residual))
+    x_there, w_there, norm_there, residual_there = there
+    got = product(x_there, w_there, norm=norm_there, residual=residual_there)
+
+    def by_pytorch(x, w, norm, residual):
+        return residual + F.rms_norm(x, norm.shape, norm, 1e-6) @ w.T
+
+    truth = by_pytorch(*(t.double() for t in (x, w, norm, residual)))
+    return got, truth, by_pytorch(x, w, norm, residual)
+
+
+def _tensor_core_product(rng, device):
+    x, w = rng.randn(300, 520), rng.randn(400, 520)
+    got = TensorCoreLinear()(x.to(device), w.to(device))
+    return got, x.double() @ w.double().T, x @ w.T
 
 
 def _append(rng, device, dependent):
@@ -188,6 +215,9 @@ KERNELS = {
         if HOPPER
         else {}
     ),
+    "product float32": partial(_product, dtype=torch.float32),
+    "product bfloat16": partial(_product, dtype=torch.bfloat16),
+    **({"product on tensor cores": _tensor_core_product} if HOPPER else {}),
     **{
         f"append{', dependent' * dependent}": partial(_append, dependent=dependent)
         for dependent in (False, True)
@@ -197,7 +227,9 @@ KERNELS = {
 
 
 GPU_ONLY = {f"ladder rung {rung.number}" for rung in RUNGS if not rung.runs_on_cpu}
-GPU_ONLY |= {name for name in KERNELS if re.match(r"decode rung [2-9]|append, dep|chunk", name)}
+GPU_ONLY |= {
+    name for name in KERNELS if re.match(r"decode rung [2-9]|append, dep|chunk|product on", name)
+}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
