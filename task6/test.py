@@ -330,17 +330,25 @@ def count_launches() -> Iterator[Counter[str]]:
 # BEGIN STAFF
 @contextmanager
 def _count_rungs(counts: Counter[str]) -> Iterator[None]:
-    """Counts the prompts that a rung of the ladder runs as task 4's kernel; on a GPU Kernels.launch does not see them."""
-    from task4 import ladder
+    """Counts the prompts that a rung of the ladder, or task 5's for chunks, runs as task 4's kernel.
 
-    run = ladder.ladder_attention
+    On a GPU Kernels.launch does not see the rungs.
+    """
+    from task4 import ladder, prefill
 
-    def counted(*qkv: Tensor, **options: object) -> Tensor:
-        counts["task4 flash_attention"] += 1
-        return run(*qkv, **options)
+    def counting(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def counted(*qkv: Tensor, **options: object) -> Tensor:
+            counts["task4 flash_attention"] += 1
+            return run(*qkv, **options)
 
-    unknown = mock.patch.object(ladder.known_calls, "launch", lambda *call: None)
-    with unknown, mock.patch.object(ladder, "ladder_attention", counted):
+        return counted
+
+    with ExitStack() as patches:
+        for module, name in ((ladder, "ladder_attention"), (prefill, "chunk_attention")):
+            counted = counting(getattr(module, name))
+            patches.enter_context(mock.patch.object(module, name, counted))
+        known = mock.patch.object(ladder.known_calls, "launch", lambda *call: None)
+        patches.enter_context(known)
         yield
 
 

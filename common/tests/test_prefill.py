@@ -121,6 +121,16 @@ def test_a_rung_counts_as_task_4s_kernel(by_a_rung, monkeypatch):
     assert launches == {"task4 flash_attention": 2}
 
 
+def test_a_chunk_counts_as_task_4s_kernel(monkeypatch):
+    monkeypatch.setattr(prefill, "_a_rung_is_faster", lambda q: True)
+    monkeypatch.setattr(prefill, "faster_than_the_ladder", lambda q, k, v: True)
+    monkeypatch.setattr(prefill, "chunk_attention", lambda q, k, v, **_: q)
+    q, k, v = (torch.randn(1, 9, 2, 64, dtype=torch.float16) for _ in "qkv")
+    with count_launches() as launches:
+        fast_attention(q, k, v, causal=True)
+    assert launches == {"task4 flash_attention": 1}
+
+
 def test_a_broken_ladder_is_not_hidden():
     """An import that fails inside the ladder ends the program instead of choosing another kernel."""
     breaks = "import sys; sys.modules['task4.ladder.rungs'] = None; import task5.attention"
