@@ -70,6 +70,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps must be at least 1; got {options.steps}")
+    if options.prefill and (options.shape or options.bars or options.check_only or options.steps):
+        parser.error(
+            "--prefill times all chunks: not with --shape, --bars, --check-only or --steps"
+        )
     asked = [set(words.split()) for words in options.shape or [""]]
     options.shapes = [s for s in table.TIMED if any(words <= {*s.key.split()} for words in asked)]
     if not options.shapes:

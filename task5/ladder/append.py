@@ -5,6 +5,7 @@ from torch import Tensor
 
 from common.build import Kernels, dtype_code
 from common.inputs import KERNEL_DTYPES, check_contiguous_rows, check_device, describe, expect
+from task5.ladder.call import expect_loadable, is_hopper
 
 HEAD_DIMS = (16, 256)  # from, to; multiples of 16
 _KERNELS = Kernels(__file__, "append.cu")
@@ -54,7 +55,7 @@ def append_rope(
         ValueError: arguments that do not fit, named; nothing is then written.
     """
     _check(q, k, v, k_cache, v_cache, seqlens_k, cos, sin, block_table)
-    hopper = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
+    hopper = is_hopper(q.device)
     if dependent and not hopper:
         raise ValueError(
             f"dependent=True runs on a Hopper GPU alone; the tensors are on {q.device}"
@@ -109,23 +110,8 @@ def _check(
     for name, tensor in (("block_table", block_table), ("cos", cos), ("sin", sin)):
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous; got strides {tensor.stride()}")
-    _check_rows(q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, cos=cos, sin=sin)
+    expect_loadable(q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, cos=cos, sin=sin)
     _check_no_row_twice(q=q, k_cache=k_cache, v_cache=v_cache)
-
-
-def _check_rows(**tensors: Tensor | None) -> None:
-    """ValueError unless the kernel can read and write all rows in pieces of 16 bytes."""
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        *sizes, _ = tensor.shape
-        *strides, last = tensor.stride()
-        offsets = [s for n, s in zip(sizes, strides, strict=True) if n > 1]
-        if last != 1 or any(s * tensor.element_size() % 16 for s in offsets) or tensor.data_ptr() % 16:  # fmt: skip
-            raise ValueError(
-                f"{name} must have a contiguous last dimension, and rows that begin at multiples of 16 bytes; got"
-                f" {describe(tensor)} with strides {tensor.stride()}"
-            )
 
 
 def _check_no_row_twice(**tensors: Tensor) -> None:

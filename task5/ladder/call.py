@@ -131,16 +131,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> tuple
         raise ValueError(f"head_dim must be 64, 128 or 256; got {head_dim}")
     if not 1 <= q_len <= MAX_QUERIES:
         raise ValueError(f"q must have from 1 to {MAX_QUERIES} tokens; got {q_len}")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if (
-            tensor.stride(-1) != 1
-            or any(s * tensor.element_size() % 16 for s in tensor.stride()[:3])
-            or tensor.data_ptr() % 16
-        ):
-            raise ValueError(
-                f"{name} must have a contiguous last dimension, and rows that begin at multiples of 16 bytes; got"
-                f" {describe(tensor)} with strides {tensor.stride()}"
-            )
+    expect_loadable(q=q, k=k, v=v)
     if batch > MAX_BATCH:
         raise ValueError(f"batch must be at most {MAX_BATCH:,}; got {batch:,}")
     if kv_len > MAX_KEYS:
@@ -148,14 +139,32 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> tuple
     return batch, kv_len
 
 
-def _is_hopper(device: torch.device) -> bool:
+def loadable(x: Tensor) -> bool:
+    """Whether 16 bytes at a time can be loaded of its rows: each contiguous, from a multiple of 16 bytes on."""
+    used = (s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
+    pitches = (s * x.element_size() for s in used)
+    return x.stride(-1) == 1 and not any(pitch % 16 for pitch in (*pitches, x.data_ptr()))
+
+
+def expect_loadable(**tensors: Tensor | None) -> None:
+    """ValueError that names the first of these that is not :func:`loadable`."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not loadable(tensor):
+            raise ValueError(
+                f"{name} must have a contiguous last dimension, and rows that begin at multiples of 16 bytes; got"
+                f" {describe(tensor)} with strides {tensor.stride()}"
+            )
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether kernels for sm_90a run there."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _check_rung(q: Tensor, rung: int | None) -> None:
     if rung is not None and rung not in RUNGS:
         raise ValueError(f"rung must be one of {RUNGS}; got {rung}")
-    if rung is not None and rung > 1 and not _is_hopper(q.device):
+    if rung is not None and rung > 1 and not is_hopper(q.device):
         raise ValueError(f"rung {rung} runs on a Hopper GPU alone; the tensors are on {q.device}")
     if rung == KEYS_AS_ROWS and q.dtype == torch.float32:
         raise ValueError(f"rung {rung} computes in 16 bits; got {describe(q)}")
@@ -188,7 +197,7 @@ def _plan(
     call: _Call, batch: int, kv_heads: int, kv_len: int, batch_invariant: bool, rung: int | None
 ) -> _Plan:
     """The rung, and how many blocks share the work: from shapes alone, never from lengths."""
-    hopper, halves = _is_hopper(call.device), call.dtype != dtype_code(torch.float32)
+    hopper, halves = is_hopper(call.device), call.dtype != dtype_code(torch.float32)
     if rung is None and hopper and halves:
         # A sequence has the same bits from one rung alone.
         few = batch_invariant or _few_pairs(call, batch * kv_heads, kv_len)
@@ -216,7 +225,7 @@ def _plan(
         alone = blocks <= torch.cuda.get_device_properties(call.device).multi_processor_count
         if rung or batch_invariant or not (alone and tiles >= LONGEST):
             return _Plan(number, blocks)
-    rung = rung or (2 if _is_hopper(call.device) else 1)
+    rung = rung or (2 if is_hopper(call.device) else 1)
     tall = call.query(rung, "rows_of_a_pair")
     pairs, room = _pairs(call, rung, kv_heads), _blocks(call, rung)
     tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))

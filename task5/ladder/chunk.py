@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from common.build import Kernels, dtype_code
-from common.inputs import check_attention, describe
-from task5.ladder.call import workspace
+from common.inputs import check_attention
+from task5.ladder.call import MAX_BATCH, expect_loadable, is_hopper, loadable, workspace
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128)
@@ -60,22 +60,22 @@ def chunk_attention(
         raise ValueError(
             f"split must be one of {SPLITS} blocks, and 1 to {MOST_CLUSTERS} clusters; got {split}"
         )
-    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9:
+    if not is_hopper(q.device):
         raise ValueError(
             f"chunk_attention runs on a Hopper GPU alone; the tensors are on {q.device}"
         )
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not _loadable(tensor):
-            raise ValueError(
-                f"{name} must have a contiguous last dimension, and rows that begin at multiples of 16 bytes; got"
-                f" {describe(tensor)} with strides {tensor.stride()}"
-            )
+    expect_loadable(q=q, k=k, v=v)
     out = torch.empty((batch, q_len, heads, head_dim), dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
     if kv_len == 0:
         return out.zero_()
-    tiles = -(-q_len // (ROWS // (heads // kv_heads))) * kv_heads * batch
+    if not _fits(batch, q_len, heads, kv_heads):
+        raise ValueError(
+            f"there must be at most {MAX_BATCH:,} sequences, and as many tiles of {ROWS} rows in one; got batch"
+            f" {batch:,} and {q_len:,} queries of {heads} heads on {kv_heads} kv heads"
+        )
+    tiles = _tiles(q_len, heads, kv_heads) * batch
     splits, clusters = split or best_split(tiles, -(-kv_len // KEYS), _sms(q.device))
     partial, counters = None, None
     if clusters > 1:
@@ -102,24 +102,29 @@ def faster_than_the_ladder(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and 0 < q.shape[1] < k.shape[1]
         and k.shape[2]
         and 1 <= q.shape[2] // k.shape[2] <= ROWS
-        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and is_hopper(q.device)
+        and all(map(loadable, (q, k, v)))
     ):
         return False
-    if not all(map(_loadable, (q, k, v))):
-        return False
     batch, q_len, heads, _ = q.shape
+    if not _fits(batch, q_len, heads, k.shape[2]):
+        return False
     return _is_faster(batch, q_len, heads, k.shape[2], k.shape[1], _sms(q.device))
 
 
-def _loadable(x: Tensor) -> bool:
-    """Whether TMA may load its rows: each contiguous, from a multiple of 16 bytes on."""
-    pitches = (s * x.element_size() for s in x.stride()[:3])
-    return x.stride(-1) == 1 and not any(pitch % 16 for pitch in (*pitches, x.data_ptr()))
+def _tiles(q_len: int, heads: int, kv_heads: int) -> int:
+    """Of a sequence: a tile has some queries, of all heads of a group."""
+    return -(-q_len // (ROWS // (heads // kv_heads))) * kv_heads
+
+
+def _fits(batch: int, q_len: int, heads: int, kv_heads: int) -> bool:
+    """Whether the grid has room, whose second and third sizes are a sequence's tiles and the batch."""
+    return max(batch, _tiles(q_len, heads, kv_heads)) <= MAX_BATCH
 
 
 @functools.lru_cache(maxsize=1024)
 def _is_faster(batch: int, q_len: int, heads: int, kv_heads: int, kv_len: int, sms: int) -> bool:
-    tiles = -(-q_len // (ROWS // (heads // kv_heads))) * kv_heads * batch
+    tiles = _tiles(q_len, heads, kv_heads) * batch
     blocks = -(-kv_len // KEYS)
     waves = -(-batch * heads * -(-q_len // ROWS) // sms)
     return _cost(tiles, blocks, sms, best_split(tiles, blocks, sms)) < LADDER * waves * blocks + OVERHEAD  # fmt: skip

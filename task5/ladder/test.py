@@ -289,7 +289,7 @@ def h200(monkeypatch):
         answers["floats_of_a_part"] = 1536
         return answers[name]
 
-    monkeypatch.setattr(call, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(call, "is_hopper", lambda device: True)
     monkeypatch.setattr(call._Call, "query", query)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     call._plan.cache_clear()

@@ -12,6 +12,7 @@ from task5.ladder import chunk
 from task5.ladder.chunk import best_split, chunk_attention, faster_than_the_ladder
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+HALF = torch.float16
 needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 
@@ -73,6 +74,11 @@ def test_where_it_is_faster_than_the_ladder(batch, q_len, kv_len, heads, kv_head
     assert chunk._is_faster(batch, q_len, heads, kv_heads, kv_len, 132) == faster
 
 
+def test_a_grid_has_no_room_for_more():
+    assert chunk._fits(65535, 16, 8, 2) and not chunk._fits(65536, 16, 8, 2)
+    assert chunk._fits(1, 32 * 32767, 8, 2) and not chunk._fits(1, 32 * 32768, 8, 2)
+
+
 def test_what_it_does_not_take_is_the_ladders():
     q, k = torch.zeros(1, 20, 2, 64, dtype=HALF), torch.zeros(1, 40, 2, 64, dtype=HALF)
     assert not faster_than_the_ladder(q, k, k)  # no GPU
@@ -82,9 +88,6 @@ def test_what_it_does_not_take_is_the_ladders():
         assert not faster_than_the_ladder(k, q, q) and not faster_than_the_ladder(q.float(), k, k)
         odd = torch.zeros(1, 8000, 8, 129, dtype=HALF, device="cuda")[..., :128]
         assert not faster_than_the_ladder(q, k, odd)
-
-
-HALF = torch.float16
 
 
 @pytest.mark.parametrize(

@@ -321,6 +321,7 @@ def test_the_picture(ladder):
         (["--shape", "B1 d256"], "no shape is named B1 d256"),
         (["--steps", "0"], "--steps must be at least 1; got 0"),
         (["--rung", "1"], "unrecognized arguments"),
+        (["--prefill", "--shape", "B1"], "--prefill times all chunks: not with --shape"),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from common.build import Kernels, dtype_code
 from common.inputs import KERNEL_DTYPES, check_device, describe, expect
+from task5.ladder.call import expect_loadable, is_hopper
 
 MAX_ROWS = 16
 TILE = 16  # rows of w
@@ -83,16 +84,7 @@ def product(
                     f"{name} must have a contiguous last dimension; got {describe(tensor)} with"
                     f" strides {tensor.stride()}"
                 )
-    for name, tensor in (("x", x), ("w", w), ("norm", norm)):
-        if tensor is not None and (
-            tensor.stride(-1) != 1
-            or (tensor.dim() > 1 and tensor.stride(0) * tensor.element_size() % 16)
-            or tensor.data_ptr() % 16
-        ):
-            raise ValueError(
-                f"{name} must have rows that begin at multiples of 16 bytes, and a contiguous last dimension; got"
-                f" {describe(tensor)} with strides {tensor.stride()}"
-            )
+    expect_loadable(x=x, w=w, norm=norm)
     tiles = -(-N // TILE)
     (_STREAMED if is_hopper(x.device) else _KERNELS).launch(
         "product", x=x, w=w, norm=norm, row_sums=row_sums, bias=bias, residual=x if residual is None else residual,
@@ -100,12 +92,6 @@ def product(
         blocks=min(tiles, _blocks(x.device)), dtype=dtype_code(x.dtype),
     )  # fmt: skip
     return out
-
-
-@functools.cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether kernels for sm_90a run there."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.cache
