@@ -14,8 +14,10 @@
 // P^T has to pass through shared memory: it is the operand with rows of keys.
 //
 // block (160)   four warps that compute, and one that loads
-// grid          (blocks of a pair, pairs of a sequence, batch): clusters of up to 16 blocks, and of a pair several of
-//               them where it would leave SMs idle. These merge through global memory, the last one to come does
+// grid          where pairs are few, up to 16 blocks share one: a cluster, and of a pair several of them where it
+//               would leave SMs idle. These merge through global memory, the last one to come does. Where pairs are
+//               many, as many blocks as fit at once, and each takes one pair after the other: the warp that loads does
+//               not stop between them
 //
 // The parts of a pair are the leaves of a tree: a block merges its own, a cluster its blocks', and the last cluster the
 // clusters'. Batch-invariant, the keys are cut into as many parts as their number says, however many blocks there are.
@@ -31,21 +33,19 @@ __global__ void __launch_bounds__(THREADS + 32, TWO_FIT<D, N> ? 2 : 1)
 decode_kernel(const __grid_constant__ Arguments c) {
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& mem = *reinterpret_cast<Shared<D, N>*>(raw);
-  const int b = blockIdx.z, kv_head = c.a.row_tiles.quotient(blockIdx.y);
-  const int row_0 = (blockIdx.y - kv_head * int(c.a.row_tiles.d)) * N;
   if (threadIdx.x == THREADS) {
     tma_prefetch(&c.k_map), tma_prefetch(&c.v_map);
     for (int i = 0; i < c.buffers; ++i) mbarrier_init(&mem.full[i], 1), mbarrier_init(&mem.empty[i], WARPS);
     mbarrier_init(&mem.received, 1);
     mbarrier_init_fence();
-    mbarrier_arrive_expect(&mem.received, received_bytes<D, N>(c, row_0));
+    mbarrier_arrive_expect(&mem.received, received_bytes<D, N>(c, Item(c, blockIdx.x, N)));
   }
   __syncwarp();
   start_in_cluster();
   if (__shfl_sync(~0u, threadIdx.x / 32, 0) == WARPS) {
-    Producer<D, N>(c, mem, b, kv_head).run();
+    Producer<D, N>(c, mem).run();
   } else {
-    Consumer<T, D, N>{c, mem, b, kv_head, row_0}.run();
+    Consumer<T, D, N>{c, mem}.run();
   }
 }
 
@@ -147,14 +147,18 @@ extern "C" cudaError_t decode(View q, View k, View v, View out, const int* seqle
     while (1 << c.a.tile_bits < KEYS) ++c.a.tile_bits;
     c.a.row_tiles = Divisor(ceil_div(c.a.rows, N));
     const int pairs = c.a.batch * c.a.kv_heads * c.a.row_tiles.d, of_a_pair = blocks / pairs;
+    c.items = blocks, c.shares = Divisor(of_a_pair), c.pairs = Divisor(pairs / c.a.batch);
+    int sms;
+    if (cudaError_t error = count_sms(&sms)) return error;
     const int clusters = max(1, slots / pairs), of_a_cluster = of_a_pair / clusters;
     c.box_bits = 4;
     while (c.box_bits < c.a.tile_bits && (!block_table || k.sizes[1] % (2 << c.box_bits) == 0)) ++c.box_bits;
-    c.buffers = buffers_of<D, N>(ceil_div(ceil_div(c.a.kv_len, KEYS), of_a_pair));
+    const int grid = of_a_cluster > 1 ? blocks : min(blocks, TWO_FIT<D, N> ? 2 * sms : sms);
+    c.buffers = buffers_of<D, N>(ceil_div(ceil_div(c.a.kv_len, KEYS), of_a_pair) * ceil_div(blocks, grid));
     c.block_bits = bits_of(of_a_cluster), c.cluster_bits = bits_of(clusters);
     if (cudaError_t error = make_map<T>(&c.k_map, k, 1 << c.box_bits)) return error;
     if (cudaError_t error = make_map<T>(&c.v_map, v, 1 << c.box_bits)) return error;
-    return launch_kernel<Arguments>(decode_kernel<T, D, N>, dim3(of_a_pair, pairs / c.a.batch, c.a.batch), THREADS + 32,
+    return launch_kernel<Arguments>(decode_kernel<T, D, N>, dim3(grid), THREADS + 32,
                                     bytes_of<D, N>(c.buffers), stream, c, of_a_cluster);
   }));
 }

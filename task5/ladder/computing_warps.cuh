@@ -41,7 +41,6 @@ struct Consumer {
   static constexpr int KEYS = Memory::KEYS;
   const Arguments& c;
   Memory& mem;
-  const int b, kv_head, row_0;
   State<D, N> now;
   Sequence s;
   int index = 0, parity = 0, odd = 0;
@@ -59,22 +58,23 @@ struct Consumer {
   }
 
   // Q's rows, as wgmma's columns. Those past the end are 0.
-  DEVICE void load_queries() {
+  DEVICE void load_queries(const Item& item) {
     constexpr int PIECES = D / 8, EACH = N * PIECES / THREADS;  // of 16 bytes
     static_assert(EACH * THREADS == N * PIECES || N * PIECES < THREADS, "each thread has as many");
 #pragma unroll
     for (int n = 0; n < max(1, EACH); ++n) {
       const int i = threadIdx.x + n * THREADS, r = i / PIECES, piece = i % PIECES;
       if (r >= N) break;
-      const T* q = static_cast<const T*>(c.a.q) + offset_of(c.a, c.a.q_strides, b, kv_head, row_0 + r) + piece * 8;
-      const uint4 x = row_0 + r < c.a.rows ? __ldcg(reinterpret_cast<const uint4*>(q)) : uint4{};
+      const int64_t row = offset_of(c.a, c.a.q_strides, item.b, item.kv_head, item.row_0 + r);
+      const T* q = static_cast<const T*>(c.a.q) + row + piece * 8;
+      const uint4 x = item.row_0 + r < c.a.rows ? __ldcg(reinterpret_cast<const uint4*>(q)) : uint4{};
       *reinterpret_cast<uint4*>(&mem.Q[piece / 8][r][8 * (piece % 8 ^ r % 8)]) = x;
     }
     fence_async_proxy();
   }
 
   // Tiles [tile, end), as one part.
-  DEVICE void add_tiles(int tile, int end) {
+  DEVICE void add_tiles(int row_0, int tile, int end) {
     const float scale = c.a.scale * LOG2_E;
     now.start();
     float2(&m)[N / 8] = now.m, (&l)[N / 8] = now.l;
@@ -109,7 +109,7 @@ struct Consumer {
 #pragma unroll
         for (float& x : of_64) x *= scale;
       }
-      if (!all_seen) mask(S, key_0, missing);
+      if (!all_seen) mask(S, row_0, key_0, missing);
 
       float2 top[N / 8];
 #pragma unroll
@@ -199,7 +199,7 @@ struct Consumer {
     }
   }
 
-  DEVICE void mask(float (&S)[KEYS / 64][N / 2], int key_0, unsigned missing) const {
+  DEVICE void mask(float (&S)[KEYS / 64][N / 2], int row_0, int key_0, unsigned missing) const {
     const Decode& a = c.a;
 #pragma unroll
     for (int n = 0; n < N / 8; ++n) {
@@ -224,20 +224,15 @@ struct Consumer {
     }
   }
 
-  DEVICE void run() {
-    wait_for_the_launch_before();
-    load_queries();
-    __syncthreads();  // Q complete, and the sequence is known
-    s = mem.sequence;
-    for (int i = mem.skipped; i > 0; --i) wait(), __syncwarp(), release(index), next();
-
-    const int bits = part_bits(c, s), first = first_part(c, bits, blockIdx.x);
-    const int own = first_part(c, bits, blockIdx.x + 1) - first;  // 0, or a power of two
+  // An item's parts, and from them its part of the result.
+  DEVICE void run(const Item& item) {
+    const int bits = part_bits(c, s), first = first_part(c, bits, item.share);
+    const int own = first_part(c, bits, item.share + 1) - first;  // 0, or a power of two
     State<D, N> waiting[7];  // subtrees whose right neighbour is not complete yet
     now.start();
 #pragma unroll 1
     for (int i = 0; i < own; ++i) {
-      add_tiles(first_tile(s, bits, first + i), first_tile(s, bits, first + i + 1));
+      add_tiles(item.row_0, first_tile(s, bits, first + i), first_tile(s, bits, first + i + 1));
       int level = 0;
 #pragma unroll 1
       for (; i >> level & 1; ++level) {
@@ -247,6 +242,26 @@ struct Consumer {
       }
       if (i < own - 1) waiting[level] = now;
     }
-    Merging<T, D, N>{c, mem, b, kv_head, row_0}.run(now);
+    Merging<T, D, N>{c, mem, item}.run(now);
+  }
+
+  DEVICE void run() {
+    wait_for_the_launch_before();
+    Item item(c, blockIdx.x, N);
+    load_queries(item);
+    __syncthreads();  // Q complete, and the first sequence is known
+    s = mem.sequence;
+    for (int i = mem.skipped; i > 0; --i) wait(), __syncwarp(), release(index), next();
+#pragma unroll 1
+    for (int n = blockIdx.x + gridDim.x;; n += gridDim.x) {
+      const Item then(c, min(n, c.items - 1), N);
+      const int2 lengths_of_next = lengths(c.a, then.b);  // arrive while this item is computed
+      run(item);
+      if (n >= c.items) return;
+      item = then, s = sequence(c.a, lengths_of_next);
+      meet();  // Q has been read
+      load_queries(item);
+      meet();  // Q complete
+    }
   }
 };

@@ -13,18 +13,31 @@ struct Arguments {
   int box_bits;                   // 1 << box_bits keys are loaded at once
   int buffers;                    // of shared memory: K_j, V_j, K_j+1, ...
   int block_bits, cluster_bits;  // 1 << block_bits blocks of a cluster, 1 << cluster_bits clusters of a pair
+  int items;                     // shares of all pairs: a cluster's block has one, a block by itself every so manieth
+  Divisor shares, pairs;         // of a pair, of a sequence
 };
 
-// Of how many parts is a sequence, as a power of two; and which are a block's: from first_part(rank) to that of the
-// next rank.
+// A share of a pair's keys.
+struct Item {
+  int share, pair;        // of the pair, of all pairs
+  int b, kv_head, row_0;  // of the pair
+
+  DEVICE Item(const Arguments& c, int n, int N) {
+    pair = c.shares.quotient(n), share = n - pair * int(c.shares.d), b = c.pairs.quotient(pair);
+    const int of_sequence = pair - b * int(c.pairs.d);
+    kv_head = c.a.row_tiles.quotient(of_sequence), row_0 = (of_sequence - kv_head * int(c.a.row_tiles.d)) * N;
+  }
+};
+
+// Of how many parts is a sequence, as a power of two; and which are a share's: from first_part(share) to that of the
+// next one.
 DEVICE int part_bits(const Arguments& c, const Sequence& s) {
-  const int blocks = c.block_bits + c.cluster_bits;
-  return !c.a.chunks ? blocks : s.tiles < MANY_TILES ? 4
-                                                     : 7;
+  if (!c.a.chunks) return c.block_bits + c.cluster_bits;
+  return s.tiles >= MANY_TILES ? 7 : max(0, min(4, 30 - __clz(s.tiles)));  // of two tiles at least
 }
-DEVICE int first_part(const Arguments& c, int bits, int rank) {
-  const int blocks = c.block_bits + c.cluster_bits;
-  return ((rank << bits) + (1 << blocks) - 1) >> blocks;
+DEVICE int first_part(const Arguments& c, int bits, int share) {
+  const int shares = c.block_bits + c.cluster_bits;
+  return ((share << bits) + (1 << shares) - 1) >> shares;
 }
 DEVICE int first_tile(const Sequence& s, int bits, int part) { return int64_t(s.tiles) * part >> bits; }
 

@@ -21,11 +21,11 @@ struct Producer {
   static constexpr int PARTS = D / 64, AHEAD = 3;
   const Arguments& c;
   Memory& mem;
-  int b, kv_head;
+  Item item;
   int boxes, key, part;  // of a tile; this lane's: its first key and its 64 columns
   int index = 0, parity = 0;  // of the ring
 
-  DEVICE Producer(const Arguments& c, Memory& mem, int b, int kv_head) : c(c), mem(mem), b(b), kv_head(kv_head) {
+  DEVICE Producer(const Arguments& c, Memory& mem) : c(c), mem(mem), item(c, blockIdx.x, N) {
     const int lane = threadIdx.x % 32;
     boxes = (Memory::KEYS >> c.box_bits) * PARTS;
     key = (lane / PARTS) << c.box_bits, part = lane % PARTS;
@@ -39,16 +39,16 @@ struct Producer {
   };
   DEVICE Place place(const Sequence& s, int tile) const {
     const int j = (s.first + tile) * Memory::KEYS + key;
-    if (!c.a.block_table) return {j, b};
+    if (!c.a.block_table) return {j, item.b};
     if (j >= s.len) return {0, -1};
     const int number = c.a.page_size.quotient(j);
-    return {j - number * int(c.a.page_size.d), __ldcg(&c.a.block_table[b * c.a.table_stride + number])};
+    return {j - number * int(c.a.page_size.d), __ldcg(&c.a.block_table[item.b * c.a.table_stride + number])};
   }
 
   DEVICE void prefetch(const Place& at) const {
     if (!loads()) return;
-    prefetch_box(c.k_map, at.row, part, kv_head, at.page);
-    prefetch_box(c.v_map, at.row, part, kv_head, at.page);
+    prefetch_box(c.k_map, at.row, part, item.kv_head, at.page);
+    prefetch_box(c.v_map, at.row, part, item.kv_head, at.page);
   }
   DEVICE void load(const CUtensorMap& map, const Place& at) {
     mbarrier_wait(&mem.empty[index], parity ^ 1);
@@ -60,22 +60,31 @@ struct Producer {
     __syncwarp();
     if (loads())
       load_box(map, &mem.full[index], mem.KV + index * Memory::TILE + (part * Memory::KEYS + key) * 128, at.row, part,
-               kv_head, at.page);
+               item.kv_head, at.page);
     if (++index == c.buffers) index = 0, parity ^= 1;
   }
   DEVICE void load_tile(const Place& at) { load(c.k_map, at), load(c.v_map, at); }
 
   DEVICE void find_share(const Sequence& s, int& tile, int& end) const {
     const int bits = part_bits(c, s);
-    tile = first_tile(s, bits, first_part(c, bits, blockIdx.x));
-    end = first_tile(s, bits, first_part(c, bits, blockIdx.x + 1));
+    tile = first_tile(s, bits, first_part(c, bits, item.share));
+    end = first_tile(s, bits, first_part(c, bits, item.share + 1));
+  }
+  DEVICE void load_tiles(const Sequence& s, int tile, int end) {
+    Place next = tile < end ? place(s, tile) : Place{};
+    while (tile < end) {
+      const Place at = next;
+      if (++tile < end) next = place(s, tile);  // arrives while the tile before it is loaded
+      load_tile(at);
+    }
   }
 
-  // Loads the block's tiles. What is found before the launch ahead of this one is complete may have changed then: it is
-  // read again while the first tiles are on their way, and these are loaded once more if it has.
+  // Loads the tiles of the block's first item, then those of the others. What is found before the launch ahead of this
+  // one is complete may have changed then: it is read again while the first tiles are on their way, and these are
+  // loaded once more if it has.
   DEVICE void run() {
     const Decode& a = c.a;
-    int2 known = lengths(a, b);
+    int2 known = lengths(a, item.b);
     known = make_int2(__shfl_sync(~0u, known.x, 0), __shfl_sync(~0u, known.y, 0));
     Sequence s = sequence(a, known);
     int tile, end;
@@ -91,7 +100,7 @@ struct Producer {
       if (i < ahead) prefetch(first[i]);  // L2 is never wrong
     }
     wait_for_the_launch_before();
-    const int2 now = lengths(a, b);
+    const int2 now = lengths(a, item.b);
     bool same = true;
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
@@ -111,11 +120,13 @@ struct Producer {
     if (threadIdx.x % 32 == 0) mem.sequence = s, mem.skipped = same ? 0 : 2 * ahead;
     __syncthreads();  // the sequence is known, and Q complete
 
-    Place next = tile < end ? place(s, tile) : Place{};
-    while (tile < end) {
-      const Place at = next;
-      if (++tile < end) next = place(s, tile);  // arrives while the tile before it is loaded
-      load_tile(at);
+    for (int n = blockIdx.x; n < c.items;) {
+      n += gridDim.x;
+      const Item next(c, min(n, c.items - 1), N);
+      const int2 lengths_of_next = lengths(a, next.b);  // arrive while this item is loaded
+      load_tiles(s, tile, end);
+      item = next, s = sequence(a, lengths_of_next);
+      find_share(s, tile, end);
     }
     begin_the_next_launch();
   }

@@ -43,8 +43,8 @@ struct State {
 // Bytes that a block of a cluster gets: all blocks' m, l of all rows, and its share of the quads, four columns of a
 // row.
 template <int D, int N>
-DEVICE int received_bytes(const Arguments& c, int row_0) {
-  const int rows = min(N, c.a.rows - row_0), blocks = 1 << c.block_bits, rank = blockIdx.x & (blocks - 1);
+DEVICE int received_bytes(const Arguments& c, const Item& item) {
+  const int rows = min(N, c.a.rows - item.row_0), blocks = 1 << c.block_bits, rank = item.share & (blocks - 1);
   return blocks * ((rows * (D / 4) - rank + blocks - 1) / blocks * int(sizeof(float4)) + rows * int(sizeof(float2)));
 }
 
@@ -53,7 +53,7 @@ struct Merging {
   using Memory = Shared<D, N>;
   const Arguments& c;
   Memory& mem;
-  const int b, kv_head, row_0;
+  const Item& item;
 
   DEVICE int warp() const { return threadIdx.x / 32; }
   DEVICE int g() const { return threadIdx.x % 32 / 4; }
@@ -61,7 +61,8 @@ struct Merging {
 
   // Writes the result, where `now` is what the block has of its keys, and all of them have been read.
   DEVICE void run(const State<D, N>& now) {
-    const int rows = min(N, c.a.rows - row_0), bits = c.block_bits, rank = blockIdx.x & ((1 << bits) - 1);
+    if (c.block_bits == 0) return run_alone(now);
+    const int rows = min(N, c.a.rows - item.row_0), bits = c.block_bits, rank = item.share & ((1 << bits) - 1);
     constexpr int PITCH = Memory::PITCH;
     float* O = reinterpret_cast<float*>(mem.KV);
     barrier_sync(COMPUTE, THREADS);  // K and V have been read: now they are O
@@ -83,39 +84,64 @@ struct Merging {
     for (int quad = threadIdx.x; quad < rows * QUADS; quad += THREADS) {
       const int row = quad / QUADS, e = quad % QUADS * 4, to = quad & ((1 << bits) - 1);
       const Part p = {m[row], l[row], *reinterpret_cast<const float4*>(&O[row * PITCH + e])};
-      if (bits == 0) {
-        put(quad, p);
-      } else {
-        send_to(to, &mem.parts[(rank * (N * QUADS) + quad) >> bits], p.O, &mem.received);
-        if (quad % QUADS >> bits == 0) send_to(to, &mem.ml[rank][row], make_float2(p.m, p.l), &mem.received);
-      }
+      send_to(to, &mem.parts[(rank * (N * QUADS) + quad) >> bits], p.O, &mem.received);
+      if (quad % QUADS >> bits == 0) send_to(to, &mem.ml[rank][row], make_float2(p.m, p.l), &mem.received);
     }
-    if (bits > 0) {
-      mbarrier_wait(&mem.received, 0);
-      for (int quad = rank + (threadIdx.x << bits); quad < rows * QUADS; quad += THREADS << bits) {
-        const auto get = [&](int n) -> Part {
-          if (n >> bits) return {};
-          const float2 ml = mem.ml[n][quad / QUADS];
-          return {ml.x, ml.y, mem.parts[(n * (N * QUADS) + quad) >> bits]};
-        };
-        Part p = merge_eight(get, 0);
-        if (bits == 4) merge(p, {merge_eight(get, 8)});
-        put(quad, p);
-      }
+    mbarrier_wait(&mem.received, 0);
+    for (int quad = rank + (threadIdx.x << bits); quad < rows * QUADS; quad += THREADS << bits) {
+      const auto get = [&](int n) -> Part {
+        if (n >> bits) return {};
+        const float2 ml = mem.ml[n][quad / QUADS];
+        return {ml.x, ml.y, mem.parts[(n * (N * QUADS) + quad) >> bits]};
+      };
+      Part p = merge_eight(get, 0);
+      if (bits == 4) merge(p, {merge_eight(get, 8)});
+      put(quad, p);
     }
     if (c.cluster_bits > 0) merge_clusters(rows, rank);
   }
 
+  // Of a block that is no cluster's: from registers to global memory, as K and V of the next item are in the buffers.
+  DEVICE void run_alone(const State<D, N>& now) {
+    const int rows = min(N, c.a.rows - item.row_0);
+    float* part = slot(item.share, 0);
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n) {
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+        const int row = 8 * n + 2 * t() + column;
+        if (row >= rows) continue;
+        const float m = column ? now.m[n].y : now.m[n].x, l = column ? now.l[n].y : now.l[n].x;
+        const float scale = l == 0.0f ? 0.0f : 1.0f / l;
+        T* out = row_of_out(row);
+#pragma unroll
+        for (int e = 0; e < D / 64; ++e) {
+#pragma unroll
+          for (int i = column; i < 4; i += 2) {
+            const int d = 64 * e + 16 * warp() + g() + i / 2 * 8;
+            const float O = now.O[e][4 * n + i];
+            if (c.cluster_bits == 0)
+              out[d] = from_float<T>(O * scale);
+            else
+              __stcg(&part[row * D + d], O);
+          }
+        }
+        for (int quad = 8 * warp() + g(); c.cluster_bits > 0 && quad < D / 4; quad += THREADS / 4)
+          __stcg(reinterpret_cast<float2*>(&part[N * D + (row * (D / 4) + quad) * 2]), make_float2(m, l));
+      }
+    }
+    if (c.cluster_bits > 0) merge_clusters(rows, 0);
+  }
+
   // What the block has of four columns of a row, of all keys or of its cluster's.
   DEVICE float* slot(int cluster, int quad) const {
-    const int64_t pair = blockIdx.z * int64_t(gridDim.y) + blockIdx.y;
-    return c.a.partial + ((pair << c.cluster_bits) + cluster) * (N * (D / 4) * 6) + quad * 4;
+    return c.a.partial + ((int64_t(item.pair) << c.cluster_bits) + cluster) * (N * (D / 4) * 6) + quad * 4;
   }
   DEVICE void put(int quad, const Part& p) const {
     if (c.cluster_bits == 0) {
       write(quad, p);
     } else {
-      float* to = slot(blockIdx.x >> c.block_bits, quad);
+      float* to = slot(item.share >> c.block_bits, quad);
       __stcg(reinterpret_cast<float4*>(to), p.O);
       __stcg(reinterpret_cast<float2*>(to + N * D - quad * 2), make_float2(p.m, p.l));
     }
@@ -127,7 +153,7 @@ struct Merging {
     __threadfence();  // this thread's parts are visible to all blocks before the block is counted
     barrier_sync(COMPUTE, THREADS);
     if (threadIdx.x == 0) {
-      int* counter = &c.a.counters[((blockIdx.z * gridDim.y + blockIdx.y) << bits) + rank];
+      int* counter = &c.a.counters[(item.pair << bits) + rank];
       mem.last = atomicAdd(counter, 1) == (1 << c.cluster_bits) - 1;
       if (mem.last) *counter = 0;  // for the next launch
       __threadfence();             // the other clusters' parts are read after the count
@@ -157,8 +183,10 @@ struct Merging {
     }
     return p[0];
   }
+  DEVICE T* row_of_out(int row) const {
+    return static_cast<T*>(c.a.out) + offset_of(c.a, c.a.out_strides, item.b, item.kv_head, item.row_0 + row);
+  }
   DEVICE void write(int quad, const Part& p) const {
-    T* out = static_cast<T*>(c.a.out) + offset_of(c.a, c.a.out_strides, b, kv_head, row_0 + quad / (D / 4));
-    store4(out + quad % (D / 4) * 4, p.O, p.l == 0.0f ? 0.0f : 1.0f / p.l);
+    store4(row_of_out(quad / (D / 4)) + quad % (D / 4) * 4, p.O, p.l == 0.0f ? 0.0f : 1.0f / p.l);
   }
 };
