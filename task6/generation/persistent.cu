@@ -1,11 +1,11 @@
 // A decode step of a whole model in one launch.
 // architectures: sm_90a
 //
-//   grid  (SMs), all resident; block (288): eight warps that compute, and one that loads
+//   grid  (SMs), all resident; block (320): eight warps that compute, and two that load
 //
-// The warp that loads has the weights of all layers brought to shared memory, one matrix after the other, and never
-// waits for a result: the memory is read without a pause. The others take the step's phases in turn, and meet all other
-// blocks after each:
+// The warps that load have the weights of all layers brought to shared memory, one matrix after the other, and never
+// wait for a result. Where shared memory is full, the next matrix is on its way to L2: the memory is read without a
+// pause. The others take the step's phases in turn, and meet all other blocks after each:
 //
 //   embedding | norm, q k v | RoPE, append, attention | o, residual | norm, gate and up | down, residual | ... | logits
 //
@@ -15,6 +15,7 @@
 
 #include "stream.cuh"
 
+constexpr int IN_L2 = 128 * 1024;  // bytes of the next matrix that a block has brought to L2
 constexpr int SLOT = MOST_UNITS * UNIT * PITCH, SLOTS = 184 * 1024 / SLOT;  // bytes of a stage, and how many fit
 
 struct Layer {
@@ -26,6 +27,7 @@ struct Shape {
   int N, K, units, per_stage;
 };
 constexpr int MOST_HEADS = 4;  // of a group, at a time
+constexpr int MOST_LAYERS = 80;
 enum Which { QKV,
              O,
              UP,
@@ -72,10 +74,11 @@ struct Memory {
   float2 ml[WARPS][MOST_HEADS];
   unsigned long long best[X_ROWS];
   bool last;
+  Layer layers[MOST_LAYERS];  // of the model, a copy
   alignas(128) Shared<X_ROWS> ring;
 };
 
-// ---- All blocks meet: what they wrote before is visible after. The warp that loads has no part in it.
+// ---- All blocks meet: what they wrote before is visible after. The warps that load have no part in it.
 
 DEVICE int load_acquire(const int* from) {
   int value;
@@ -138,6 +141,24 @@ template <int N>
 struct Part {
   float m = -INFINITY, l = 0.0f, O[N] = {};
 
+  // COUNT keys, of which those with a score of -inf are none.
+  template <int COUNT, typename T>
+  DEVICE void add(const float (&S)[COUNT], const Vector<T, N> (&v)[COUNT]) {
+    float top = m;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) top = fmaxf(top, S[i]);
+    const float shift = top == -INFINITY ? 0.0f : top, rescale = exp2f(m - shift);
+    m = top, l *= rescale;
+#pragma unroll
+    for (int n = 0; n < N; ++n) O[n] *= rescale;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const float P = exp2f(S[i] - shift);
+      l += P;
+#pragma unroll
+      for (int n = 0; n < N; ++n) O[n] = fmaf(P, to_float(v[i].x[n]), O[n]);
+    }
+  }
   DEVICE void merge(float other_m, float other_l, const float (&other_O)[N]) {
     const float top = fmaxf(m, other_m), shift = top == -INFINITY ? 0.0f : top;
     const float rescale = exp2f(m - shift), factor = exp2f(other_m - shift);
@@ -147,10 +168,17 @@ struct Part {
   }
 };
 
+// Keys that a block has at least, where a sequence is shared among several: what two steps of its warps take.
+template <typename T, int D>
+constexpr int FEWEST_KEYS = 2 * WARPS * 4 * (32 * 16 / int(sizeof(T)) / D);
+template <typename T, int D>
+DEVICE int splits_of(const Model& m, int len) { return min(m.splits, ceil_div(len, FEWEST_KEYS<T, D>)); }
+
 // HEADS of a group at a time, and as many keys as keep the memory busy.
 template <typename T, int HEADS, int X_ROWS, int D>
 DEVICE void attend(const Model& m, const Layer& layer, Memory<X_ROWS, D>& mem) {
   constexpr int N = 16 / sizeof(T), LANES = D / N, AT_ONCE = 32 / LANES;  // of a key; keys of a warp
+  constexpr int AT_A_TIME = 8;                                            // parts
   constexpr int AHEAD = HEADS == 1 ? 4 : 2;                               // of AT_ONCE keys
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, e = lane % LANES * N;
   const int group = m.heads / m.kv_heads, pairs = m.rows * m.kv_heads, items = pairs * m.splits;
@@ -160,14 +188,34 @@ DEVICE void attend(const Model& m, const Layer& layer, Memory<X_ROWS, D>& mem) {
 
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const int pair = item / m.splits, split = item - pair * m.splits, b = pair / m.kv_heads, kv = pair - b * m.kv_heads;
-    const int len = m.lengths[b] + 1;
-    const int begin = int64_t(len) * split / m.splits, end = int64_t(len) * (split + 1) / m.splits;
+    const int len = m.lengths[b] + 1, splits = splits_of<T, D>(m, len);
+    if (split >= splits) continue;
+    const int begin = int64_t(len) * split / splits, end = int64_t(len) * (split + 1) / splits;
     const T* heads = static_cast<const T*>(m.qkv) + int64_t(b) * (m.heads + 2 * m.kv_heads) * D;
     const T *new_k = heads + (m.heads + kv) * D, *new_v = heads + (m.heads + m.kv_heads + kv) * D;
     const int64_t first = b * int64_t(m.max_seq) * row_stride + kv * D;
     T *k_cache = static_cast<T*>(layer.k_cache) + first, *v_cache = static_cast<T*>(layer.v_cache) + first;
 
     for (int h_0 = 0; h_0 < group; h_0 += HEADS) {
+      Vector<T, N> k[AHEAD], v[AHEAD], next_k[AHEAD], next_v[AHEAD];
+      const auto fetch = [&](int j_0, Vector<T, N>(&k)[AHEAD], Vector<T, N>(&v)[AHEAD]) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+          const int j = j_0 + i * WARPS * AT_ONCE;
+          k[i] = v[i] = {};
+          if (j >= end) continue;
+          if (j == len - 1) {  // the new one
+            k[i] = rotated<T, D, N>(m, new_k, e, j), v[i] = *reinterpret_cast<const Vector<T, N>*>(new_v + e);
+            *reinterpret_cast<Vector<T, N>*>(k_cache + j * row_stride + e) = k[i];
+            *reinterpret_cast<Vector<T, N>*>(v_cache + j * row_stride + e) = v[i];
+          } else {
+            k[i] = *reinterpret_cast<const Vector<T, N>*>(k_cache + j * row_stride + e);
+            v[i] = *reinterpret_cast<const Vector<T, N>*>(v_cache + j * row_stride + e);
+          }
+        }
+      };
+      const int own = begin + warp * AT_ONCE + lane / LANES;
+      fetch(own, next_k, next_v);
       Vector<T, N> q[HEADS];
       Part<N> part[HEADS];
 #pragma unroll
@@ -176,35 +224,28 @@ DEVICE void attend(const Model& m, const Layer& layer, Memory<X_ROWS, D>& mem) {
         if (h_0 + h < group) q[h] = rotated<T, D, N>(m, heads + (kv * group + h_0 + h) * D, e, len - 1);
       }
 #pragma unroll 1
-      for (int j_0 = begin + warp * AT_ONCE + lane / LANES; j_0 - lane / LANES < end; j_0 += AHEAD * WARPS * AT_ONCE) {
-        Vector<T, N> k[AHEAD], v[AHEAD];
+      for (int done = 0; begin + done < end; done += AHEAD * WARPS * AT_ONCE) {
+        const int j_0 = own + done;
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-          const int j = j_0 + i * WARPS * AT_ONCE;
-          k[i] = v[i] = {};
-          if (j == len - 1) {  // the new one
-            k[i] = rotated<T, D, N>(m, new_k, e, j), v[i] = *reinterpret_cast<const Vector<T, N>*>(new_v + e);
-            *reinterpret_cast<Vector<T, N>*>(k_cache + j * row_stride + e) = k[i];
-            *reinterpret_cast<Vector<T, N>*>(v_cache + j * row_stride + e) = v[i];
-          } else if (j < end) {
-            k[i] = *reinterpret_cast<const Vector<T, N>*>(k_cache + j * row_stride + e);
-            v[i] = *reinterpret_cast<const Vector<T, N>*>(v_cache + j * row_stride + e);
+        for (int i = 0; i < AHEAD; ++i) k[i] = next_k[i], v[i] = next_v[i];
+        fetch(j_0 + AHEAD * WARPS * AT_ONCE, next_k, next_v);
+#pragma unroll
+        for (int h = 0; h < HEADS; ++h) {
+          float S[AHEAD];
+#pragma unroll
+          for (int i = 0; i < AHEAD; ++i) {
+            S[i] = 0.0f;
+#pragma unroll
+            for (int n = 0; n < N; ++n) S[i] = fmaf(to_float(q[h].x[n]), to_float(k[i].x[n]), S[i]);
           }
-        }
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-          float values[N];
+          for (int step = LANES / 2; step > 0; step /= 2) {
 #pragma unroll
-          for (int n = 0; n < N; ++n) values[n] = to_float(v[i].x[n]);
-#pragma unroll
-          for (int h = 0; h < HEADS; ++h) {
-            float S = 0.0f;
-#pragma unroll
-            for (int n = 0; n < N; ++n) S = fmaf(to_float(q[h].x[n]), to_float(k[i].x[n]), S);
-#pragma unroll
-            for (int step = LANES / 2; step > 0; step /= 2) S += __shfl_xor_sync(~0u, S, step);
-            part[h].merge(j_0 + i * WARPS * AT_ONCE < end ? S * scale : -INFINITY, 1.0f, values);
+            for (float& sum : S) sum += __shfl_xor_sync(~0u, sum, step);
           }
+#pragma unroll
+          for (int i = 0; i < AHEAD; ++i) S[i] = j_0 + i * WARPS * AT_ONCE < end ? S[i] * scale : -INFINITY;
+          part[h].add(S, v);
         }
       }
 #pragma unroll
@@ -228,7 +269,7 @@ DEVICE void attend(const Model& m, const Layer& layer, Memory<X_ROWS, D>& mem) {
         Part<1> all;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) all.merge(mem.ml[w][h].x, mem.ml[w][h].y, {mem.O[w][h][column]});
-        if (m.splits == 1) {
+        if (splits == 1) {
           T* out = static_cast<T*>(m.o) + (int64_t(b) * m.heads + kv * group + head) * D;
           out[column] = from_float<T>(all.O[0] / all.l);
         } else {
@@ -239,13 +280,13 @@ DEVICE void attend(const Model& m, const Layer& layer, Memory<X_ROWS, D>& mem) {
       }
       meet();  // the warps' parts consumed
     }
-    if (m.splits == 1) continue;
+    if (splits == 1) continue;
 
     __threadfence();  // this thread's parts are visible to all blocks before the block is counted
     meet();
     if (threadIdx.x == 0) {
       int* counter = &m.counters[2 + pair];
-      mem.last = atomicAdd(counter, 1) == m.splits - 1;
+      mem.last = atomicAdd(counter, 1) == splits - 1;
       if (mem.last) *counter = 0;  // for the next layer
       __threadfence();             // the other blocks' parts are read after the count
     }
@@ -254,11 +295,18 @@ DEVICE void attend(const Model& m, const Layer& layer, Memory<X_ROWS, D>& mem) {
     for (int i = threadIdx.x; i < group * D; i += COMPUTE) {
       const int head = i / D, column = i % D;
       Part<1> all;
-#pragma unroll 4
-      for (int n = 0; n < m.splits; ++n) {
-        const int64_t slot = (int64_t(pair) * m.splits + n) * group + head;
-        const float2 ml = __ldcg(&partial_ml[slot]);
-        all.merge(ml.x, ml.y, {__ldcg(&m.partial[slot * D + column])});
+      for (int first = 0; first < splits; first += AT_A_TIME) {
+        float2 ml[AT_A_TIME];
+        float O[AT_A_TIME];
+#pragma unroll
+        for (int n = 0; n < AT_A_TIME; ++n) {
+          const int64_t slot = (int64_t(pair) * m.splits + min(first + n, splits - 1)) * group + head;
+          ml[n] = __ldcg(&partial_ml[slot]), O[n] = __ldcg(&m.partial[slot * D + column]);
+        }
+#pragma unroll
+        for (int n = 0; n < AT_A_TIME; ++n) {
+          if (first + n < splits) all.merge(ml[n].x, ml[n].y, {O[n]});
+        }
       }
       static_cast<T*>(m.o)[(int64_t(b) * m.heads + kv * group + head) * D + column] = from_float<T>(all.O[0] / all.l);
     }
@@ -279,7 +327,7 @@ DEVICE void compute_step(const Model& m, Memory<X_ROWS, D>& mem, Stage stage) {
   embed<T>(m);
   grid.meet_all();
   for (int i = 0; i < m.layer_count; ++i) {
-    const Layer layer = m.layers[i];
+    const Layer& layer = mem.layers[i];
     compute<T, X_ROWS, Math>(m.product<T>(layer, QKV), mem.ring, stage, nothing);
     grid.meet_all();
     if (m.heads == m.kv_heads)
@@ -309,22 +357,80 @@ DEVICE void compute_step(const Model& m, Memory<X_ROWS, D>& mem, Stage stage) {
   }
 }
 
+// ---- What is brought to L2 before there is room for it in shared memory, by one warp: 8 KiB by a lane
+
+DEVICE void to_L2(const void* from, int64_t bytes, int lane) {  // by this lane of several
+  constexpr int EACH = IN_L2 / 16;
+  bytes -= int64_t(lane) * EACH;
+  if (lane < 0 || bytes < 16 || from == nullptr) return;
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(static_cast<const char*>(from) + lane * EACH),
+               "r"(int(min(bytes, int64_t(EACH))) / 16 * 16)
+               : "memory");
+}
+
+// The first of the block's weights, which are one range, or with SwiGLU two; and what stands beside them.
+template <typename T>
+DEVICE void prefetch_weights(const Product& p) {
+  const int lane = threadIdx.x % 32, ranges = p.activation == SWIGLU ? 2 : 1;
+  const int first = p.first_unit(blockIdx.x), rows = (p.first_unit(blockIdx.x + 1) - first) * UNIT / ranges;
+  const int row = p.row_of(first, lane % ranges * (UNIT / 2)), number = min(rows, p.N - row);
+  if (lane < 16) {
+    to_L2(static_cast<const T*>(p.w) + row * p.w_stride, int64_t(number) * p.K * sizeof(T), lane / ranges);
+  } else if (lane == 16) {
+    to_L2(blockIdx.x == 0 ? p.norm : nullptr, p.K * sizeof(T), 0);
+  } else if (lane < 19) {
+    const T* beside = static_cast<const T*>(lane == 17 ? p.bias : p.row_sums);
+    to_L2(beside ? beside + row : nullptr, number * sizeof(T), 0);
+  }
+}
+
+// Of the keys and values that the block's kv head and others read, this head's share.
+template <typename T, int D>
+DEVICE void prefetch_cache(const Model& m, const Layer& layer) {
+  const int lane = threadIdx.x % 32, pair = blockIdx.x / m.splits, split = blockIdx.x - pair * m.splits;
+  const int b = pair / m.kv_heads, kv = pair - b * m.kv_heads;
+  if (b >= m.rows || lane >= 16) return;
+  const int len = m.lengths[b], splits = splits_of<T, D>(m, len + 1);
+  if (split >= splits) return;
+  const int begin = int64_t(len) * split / splits, end = int64_t(len) * (split + 1) / splits;
+  const int first = begin + (end - begin) * kv / m.kv_heads, last = begin + (end - begin) * (kv + 1) / m.kv_heads;
+  const int64_t row_bytes = m.kv_heads * D * sizeof(T);
+  const char* cache = static_cast<const char*>(lane % 2 ? layer.v_cache : layer.k_cache);
+  to_L2(cache + (b * int64_t(m.max_seq) + first) * row_bytes, (last - first) * row_bytes, lane / 2);
+}
+
+template <typename T, int X_ROWS, int D>
+DEVICE void load_step(const Model& m, Memory<X_ROWS, D>& mem, Stage stage) {
+  const bool prefetches = __shfl_sync(~0u, threadIdx.x / 32, 0) == WARPS;
+  for (int i = 0; i < m.layer_count; ++i) {
+    const bool more = i + 1 < m.layer_count;
+    for (int which = QKV; which <= DOWN; ++which) {
+      if (prefetches) {
+        const Layer& then = mem.layers[i + (more && which == DOWN)];
+        if (which == QKV) prefetch_cache<T, D>(m, then);
+        prefetch_weights<T>(m.product<T>(then, which < DOWN ? which + 1 : more ? QKV
+                                                                               : HEAD));
+      }
+      load_weights<T>(m.product<T>(mem.layers[i], which), mem.ring, stage);
+    }
+  }
+  load_weights<T>(m.product<T>({}, HEAD), mem.ring, stage);
+}
+
 template <typename T, int X_ROWS, int D, typename Math>
 __global__ void __launch_bounds__(THREADS, 1) step_kernel(const __grid_constant__ Model m) {
   extern __shared__ __align__(128) uint8_t raw[];
   auto& mem = *reinterpret_cast<Memory<X_ROWS, D>*>(raw);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < SLOTS; ++i) mbarrier_init(&mem.ring.full[i], 1), mbarrier_init(&mem.ring.empty[i], WARPS);
-    mbarrier_init_fence();
-  }
-  __syncthreads();  // barriers initialised before any thread uses them
+  constexpr int ADDRESSES = sizeof(Layer) / sizeof(void*);
+  for (int i = threadIdx.x; i < m.layer_count * ADDRESSES; i += THREADS)
+    reinterpret_cast<const void**>(mem.layers)[i] = reinterpret_cast<const void* const*>(m.layers)[i];
+  start(mem.ring, SLOTS);
   Stage stage = {SLOTS, SLOT};
-  if (__shfl_sync(~0u, threadIdx.x / 32, 0) < WARPS) return compute_step<T, X_ROWS, D, Math>(m, mem, stage);
-  for (int i = 0; i < m.layer_count; ++i) {
-    const Layer layer = m.layers[i];
-    for (int which = QKV; which <= DOWN; ++which) load_weights<T>(m.product<T>(layer, which), mem.ring, stage);
+  if (__shfl_sync(~0u, threadIdx.x / 32, 0) < WARPS) {
+    compute_step<T, X_ROWS, D, Math>(m, mem, stage);
+  } else {
+    load_step<T, X_ROWS, D>(m, mem, stage);
   }
-  load_weights<T>(m.product<T>({}, HEAD), mem.ring, stage);
 }
 
 // ---- Host
@@ -359,9 +465,9 @@ static cudaError_t launch(Model& m, int blocks, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
     return launch<T, 8, D, TensorCores<T, 8>>(m, blocks, stream);
   } else {
-    return m.rows == 1   ? launch<T, 1, D, CudaCores<1>>(m, blocks, stream)
-           : m.rows <= 4 ? launch<T, 4, D, CudaCores<4>>(m, blocks, stream)
-                         : launch<T, 8, D, CudaCores<8>>(m, blocks, stream);
+    return m.rows == 1   ? launch<T, 1, D, CudaCores<1, STEPS>>(m, blocks, stream)
+           : m.rows <= 4 ? launch<T, 4, D, CudaCores<4, STEPS>>(m, blocks, stream)
+                         : launch<T, 8, D, CudaCores<8, 0>>(m, blocks, stream);
   }
 }
 

@@ -12,6 +12,7 @@ from task5.ladder.call import is_hopper
 from task6.generation.product import ACTIVATIONS
 
 MAX_ROWS = 8
+MAX_LAYERS = 80
 HEAD_DIMS = (64, 128)
 FEWEST_KEYS = 32  # of a block
 LAYER = (
@@ -83,6 +84,10 @@ class PersistentStep:
         if blocks is None and not is_hopper(lengths.device):
             raise ValueError(
                 f"a persistent step runs on a Hopper GPU alone; got tensors on {lengths.device}"
+            )
+        if len(model.layers) > MAX_LAYERS:
+            raise ValueError(
+                f"a persistent step takes up to {MAX_LAYERS} layers; got {len(model.layers)}"
             )
         if head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")

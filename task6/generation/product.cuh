@@ -63,18 +63,32 @@ struct Moments {
   }
 };
 
+// What column n of a row of out takes beside the sum over k.
+struct Beside {
+  float row_sum, bias, residual;
+};
+template <typename T>
+DEVICE Beside load_beside(const Arguments& p, int row, int n) {
+  Beside found = {};
+  if (p.row_sums) found.row_sum = to_float(static_cast<const T*>(p.row_sums)[n]);
+  if (p.bias) found.bias = to_float(static_cast<const T*>(p.bias)[n]);
+  if (p.residual) found.residual = to_float(static_cast<const T*>(p.residual)[row * p.residual_stride + n]);
+  return found;
+}
+
 // Column n of a row of out, from the sum over k; with SwiGLU of gate, and `up` of up. The norm's factor is applied
 // here, so that its mean is of values that are read for the product anyway. What is rounded is what the plain model
 // rounds. Returns what was written.
 template <typename T>
-DEVICE float write(const Arguments& p, int row, int n, float sum, float up, const Moments& moments) {
+DEVICE float write(const Arguments& p, int row, int n, float sum, float up, const Moments& moments,
+                   const Beside& beside) {
   if (p.norm) {
     const float mean = p.row_sums ? moments.sum / p.K : 0.0f;
     const float factor = 1.0f / sqrtf(moments.squares / p.K - mean * mean + p.eps);
-    if (p.row_sums) sum -= mean * to_float(static_cast<const T*>(p.row_sums)[n]);
+    sum -= mean * beside.row_sum;
     sum *= factor, up *= factor;
   }
-  if (p.bias) sum += to_float(static_cast<const T*>(p.bias)[n]);
+  sum += beside.bias;
   if (p.activation == SWIGLU) {
     sum = to_float(from_float<T>(sum));
     sum = sum / (1.0f + expf(-sum)) * to_float(from_float<T>(up));
@@ -82,8 +96,7 @@ DEVICE float write(const Arguments& p, int row, int n, float sum, float up, cons
     sum = to_float(from_float<T>(sum));
     sum = 0.5f * sum * (1.0f + tanhf(0.7978845608f * (sum + 0.044715f * sum * sum * sum)));  // sqrt(2 / pi)
   }
-  if (p.residual)
-    sum = to_float(from_float<T>(sum)) + to_float(static_cast<const T*>(p.residual)[row * p.residual_stride + n]);
+  if (p.residual) sum = to_float(from_float<T>(sum)) + beside.residual;
   const T rounded = from_float<T>(sum);
   static_cast<T*>(p.out)[row * p.out_stride + n] = rounded;
   return to_float(rounded);

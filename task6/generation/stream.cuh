@@ -1,5 +1,5 @@
-// A product of few rows whose weights are a stream: one warp of a block has them brought to shared memory, stage after
-// stage, and eight warps multiply. Hopper and later.
+// A product of few rows whose weights are a stream: two warps of a block have them brought to shared memory, stage
+// after stage, and eight warps multiply. Hopper and later.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -9,9 +9,12 @@
 #include "product.cuh"
 #include "ptx.cuh"
 
-constexpr int WARPS = 8, COMPUTE = 32 * WARPS, THREADS = COMPUTE + 32;
+// One warp issues a copy in 30 ns: of 1 KiB, two of them ask for more than the memory has.
+constexpr int WARPS = 8, LOADERS = 2, COMPUTE = 32 * WARPS, THREADS = COMPUTE + 32 * LOADERS;
 constexpr int UNIT = 8, MOST_UNITS = 4;          // rows of w of a unit; units of a stage at most
 constexpr int BYTES = 1024, PITCH = BYTES + 64;  // of a row in a stage: lanes of a quarter-warp read different banks
+constexpr int ROWS = UNIT * MOST_UNITS / LOADERS;  // of a stage, of a warp that loads
+constexpr int STEPS = BYTES / (64 * WARPS);        // of a stage: in each a warp has 64 bytes of a row
 constexpr int MOST_STAGES = 20;
 
 struct Product : Arguments {
@@ -54,7 +57,16 @@ struct Stage {
   }
 };
 
-// ---- The warp that loads
+template <int X_ROWS>
+DEVICE void start(Shared<X_ROWS>& mem, int stages) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < stages; ++i) mbarrier_init(&mem.full[i], LOADERS), mbarrier_init(&mem.empty[i], WARPS);
+    mbarrier_init_fence();
+  }
+  __syncthreads();  // barriers initialised before any thread uses them
+}
+
+// ---- The warps that load
 
 DEVICE void copy_row(void* to, const void* from, int bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -66,11 +78,13 @@ DEVICE void copy_row(void* to, const void* from, int bytes, uint64_t* barrier) {
 template <typename T, int X_ROWS>
 DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage) {
   constexpr int CHUNK = BYTES / sizeof(T);
-  const int lane = threadIdx.x % 32, last = p.first_unit(blockIdx.x + 1);
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % LOADERS * ROWS + lane;
+  const int last = p.first_unit(blockIdx.x + 1);
   for (int unit = p.first_unit(blockIdx.x); unit < last; unit += p.per_stage) {
-    const bool loads = lane / UNIT < min(p.per_stage, last - unit) && p.has_row(unit + lane / UNIT, lane % UNIT);
+    const int own = unit + row / UNIT;
+    const bool loads = lane < ROWS && row / UNIT < min(p.per_stage, last - unit) && p.has_row(own, row % UNIT);
     const int number = __popc(__ballot_sync(~0u, loads));
-    const T* row = static_cast<const T*>(p.w) + p.row_of(unit + lane / UNIT, lane % UNIT) * p.w_stride;
+    const T* from = static_cast<const T*>(p.w) + p.row_of(own, row % UNIT) * p.w_stride;
     for (int k = 0; k < p.K; k += CHUNK) {
       const int bytes = min(CHUNK, p.K - k) * int(sizeof(T));
       if (lane == 0) {
@@ -78,14 +92,14 @@ DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage) {
         mbarrier_arrive_expect(&mem.full[stage.index], number * bytes);
       }
       __syncwarp();
-      if (loads) copy_row(stage.at(mem.stages) + lane * PITCH, row + k, bytes, &mem.full[stage.index]);
+      if (loads) copy_row(stage.at(mem.stages) + row * PITCH, from + k, bytes, &mem.full[stage.index]);
       stage.next();
     }
   }
 }
 
-// ---- The warps that compute. Lane g = lane / 4, t = lane % 4 has row g of each unit, and of each 512 bytes of a row
-// the 16 from 16 (4 warp + t) on.
+// ---- The warps that compute. Lane g = lane / 4, t = lane % 4 has row g of each unit, and in each step the 16 bytes
+// from 16 (4 warp + t) on.
 
 // In 16 bits: m16n8k16 with rows of x as the 16 rows and a unit as the 8 columns. A lane has 8 neighbours in k where a
 // fragment has 2, and 2 that are 8 apart: the sum over k has no order, so both operands are taken in the same other
@@ -93,8 +107,8 @@ DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage) {
 template <typename T, int X_ROWS>
 struct TensorCores {
   static constexpr int UNITS = MOST_UNITS;
-  static constexpr bool AHEAD = true;  // x is loaded a step ahead
-  static constexpr int H = X_ROWS / 8;
+  static constexpr int AHEAD = STEPS;  // so many steps before they are needed, columns of x are on their way
+  static constexpr int H = (X_ROWS + 7) / 8;
   struct X {
     uint4 x[H], by;
   };
@@ -146,6 +160,7 @@ struct TensorCores {
 #pragma unroll
     for (int h = 0; h < H; ++h) {
       moments[h].add_lanes(1), moments[h].add_lanes(2);
+      if (8 * h + g >= X_ROWS) continue;
       if (t == 0) mem.moments[warp][8 * h + g] = moments[h];
 #pragma unroll
       for (int u = 0; u < UNITS; ++u) {
@@ -157,9 +172,9 @@ struct TensorCores {
 };
 
 // In fp32, on CUDA cores: row g of each unit with all rows of x.
-template <int X_ROWS>
+template <int X_ROWS, int STEPS_AHEAD>
 struct CudaCores {
-  static constexpr bool AHEAD = X_ROWS <= 4;
+  static constexpr int AHEAD = X_ROWS <= 4 ? STEPS_AHEAD : 0;
   static constexpr int UNITS = AHEAD ? MOST_UNITS : 2;  // there are registers for no more
   struct X {
     float4 x[X_ROWS], by;
@@ -228,53 +243,73 @@ struct CudaCores {
 
 DEVICE void meet() { barrier_sync(1, COMPUTE); }  // of the warps that compute
 
-// The warps' sums of some units become columns of out. use(row, column, value) sees them.
-template <typename T, int X_ROWS, typename Sums, typename Use>
-DEVICE void finish(const Product& p, const Sums& mem, int thread, int unit, int units, Use use) {
-  const int columns = units * UNIT;
-  for (int i = thread; i < columns * p.rows; i += COMPUTE) {
-    const int row = i / columns, column = i - row * columns, r = column % UNIT;
-    const int n = p.row_of(unit + column / UNIT, r);
-    const bool swiglu = p.activation == SWIGLU;
-    if (!p.has_row(unit + column / UNIT, r) || (swiglu && r >= 4)) continue;
+// Which value of out a thread finishes, of some units: the i-th.
+struct Place {
+  int row, column, n;  // column: of these units
+
+  DEVICE Place(const Product& p, int i, int unit, int units) {
+    row = i / (units * UNIT), column = i - row * units * UNIT;
+    n = p.row_of(unit + column / UNIT, column % UNIT);
+    if (!p.has_row(unit + column / UNIT, column % UNIT) || (p.activation == SWIGLU && column % UNIT >= 4)) row = p.rows;
+  }
+  DEVICE bool any(const Product& p) const { return row < p.rows; }
+};
+
+// The warps' sums of some units become columns of out. use(row, column, value) sees them. `beside` is the first one's.
+template <typename T, typename Sums, typename Use>
+DEVICE void finish(const Product& p, const Sums& mem, int thread, int unit, int units, Beside beside, Use use) {
+  for (int i = thread; i < units * UNIT * p.rows; i += COMPUTE) {
+    const Place at(p, i, unit, units);
+    if (!at.any(p)) continue;
+    if (i != thread) beside = load_beside<T>(p, at.row, at.n);
     float sum = 0.0f, up = 0.0f;
     Moments moments = {};
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) {
-      sum += mem.part[warp][row][column];
-      if (swiglu) up += mem.part[warp][row][column + 4];
-      moments.add(mem.moments[warp][row]);
+      sum += mem.part[warp][at.row][at.column];
+      if (p.activation == SWIGLU) up += mem.part[warp][at.row][at.column + 4];
+      moments.add(mem.moments[warp][at.row]);
     }
-    use(row, n, write<T>(p, row, n, sum, up, moments));
+    use(at.row, at.n, write<T>(p, at.row, at.n, sum, up, moments, beside));
   }
 }
 
-// The block's units of a product, some in each pass. x is on its way while what is before it is
-// computed; and a few warps finish a pass, in turn, while the others are at the next one.
+// The block's units of a product, some in each pass. A few warps finish a pass, in turn, while the others are at the
+// next one.
 template <typename T, int X_ROWS, typename Math, typename Use>
 DEVICE void compute(const Product& p, Shared<X_ROWS>& mem, Stage& stage, Use use) {
-  constexpr int CHUNK = BYTES / sizeof(T), OF_LANES = 64 / sizeof(T), OF_WARPS = WARPS * OF_LANES;
+  constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS, AHEAD = Math::AHEAD;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int k_0 = warp * OF_LANES + t * (16 / sizeof(T)), last = p.first_unit(blockIdx.x + 1);
+  const int k_0 = warp * (STEP / WARPS) + t * (16 / sizeof(T)), last = p.first_unit(blockIdx.x + 1);
   uint8_t* own = mem.stages + g * PITCH + k_0 * sizeof(T);
   Math math;
-  typename Math::X next = {};
-  if (Math::AHEAD) next = Math::load_x(p, k_0);
+  typename Math::X next[AHEAD > 0 ? AHEAD : 1];
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i) next[i] = Math::load_x(p, k_0 + i * STEP);
   int pass = 0;
   for (int unit = p.first_unit(blockIdx.x); unit < last; unit += p.per_stage, ++pass) {
     const int units = min(p.per_stage, last - unit);
     auto& sums = mem.sums[pass % 2];
+    const int thread = (threadIdx.x - pass * 32) % COMPUTE;
+    const Place own_place(p, thread, unit, units);
+    Beside beside = {};
+    if (own_place.any(p)) beside = load_beside<T>(p, own_place.row, own_place.n);  // on its way while sums are formed
     math.start();
 #pragma unroll 1
     for (int chunk = 0; chunk < p.K; chunk += CHUNK) {
       mbarrier_wait(&mem.full[stage.index], stage.parity);
+      const int chunk_after = chunk + CHUNK < p.K ? chunk + CHUNK : 0;  // 0: that of the next pass
 #pragma unroll
-      for (int i = 0; i < CHUNK; i += OF_WARPS) {
-        const int k = chunk + i + k_0;
-        const bool last_of_pass = i + OF_WARPS == CHUNK && chunk + CHUNK >= p.K;
-        const auto x = Math::AHEAD ? next : Math::load_x(p, k);
-        if (Math::AHEAD) next = Math::load_x(p, last_of_pass ? k_0 : k + OF_WARPS);
-        math.add(p, x, stage.at(own) + i * sizeof(T), units, k);
+      for (int i = 0; i < STEPS; ++i) {
+        const int k = chunk + i * STEP + k_0, then = i + AHEAD;
+        typename Math::X x;
+        if constexpr (AHEAD > 0) {
+          x = next[i % AHEAD];
+          next[i % AHEAD] = Math::load_x(p, k_0 + (then < STEPS ? chunk : chunk_after) + then % STEPS * STEP);
+        } else {
+          x = Math::load_x(p, k);
+        }
+        math.add(p, x, stage.at(own) + i * STEP * sizeof(T), units, k);
       }
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&mem.empty[stage.index]);
@@ -282,6 +317,6 @@ DEVICE void compute(const Product& p, Shared<X_ROWS>& mem, Stage& stage, Use use
     }
     math.put(sums, warp);
     meet();  // the sums complete, and those of the pass before consumed
-    finish<T, X_ROWS>(p, sums, (threadIdx.x - pass * 32) % COMPUTE, unit, units, use);
+    finish<T>(p, sums, thread, unit, units, beside, use);
   }
 }

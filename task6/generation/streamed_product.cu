@@ -4,17 +4,17 @@
 //   x (rows, K) with up to 16 rows, w (N, K)   fp32, fp16 or bf16, sums in fp32; out, norm, SwiGLU, residual as there
 //
 //   grid  (SMs): a block has neighbouring units of 8 rows of w, at most one more than another one
-//   block (288): eight warps that compute, each an eighth of the keys of a stage, and one that loads
+//   block (320): eight warps that compute, each an eighth of a stage's columns, and two that load
 //
 // Against product.cu,
-//   loads       one warp has the copy engine bring 512 bytes of each of up to 32 rows, stage after stage, as far ahead
+//   loads       two warps have the copy engine bring 1 KiB of each of up to 32 rows, stage after stage, as far ahead
 //               as there is shared memory. Nobody else waits to issue a load, and no load waits for a sum
 //   launches    the launch after this one begins at once, on the half of the SM that this one leaves, and fills its
 //               stages: weights depend on nothing. Only x is waited for. So a step reads weights all the time
 #include "../../task5/ladder/dependent_launch.cuh"
 #include "stream.cuh"
 
-constexpr int RING = 102 * 1024;  // bytes of all stages: those of two launches fit on an SM
+constexpr int ROOM = 113 * 1024;  // bytes of shared memory: those of two launches fit on an SM
 
 struct Launch : Product {
   int stages, bytes;  // of shared memory; of one
@@ -25,13 +25,9 @@ __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 && X_ROWS > 8 ? 1 : 2)
   extern __shared__ __align__(128) uint8_t raw[];
   auto& mem = *reinterpret_cast<Shared<X_ROWS>*>(raw);
   begin_the_next_launch();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < p.stages; ++i) mbarrier_init(&mem.full[i], 1), mbarrier_init(&mem.empty[i], WARPS);
-    mbarrier_init_fence();
-  }
-  __syncthreads();  // barriers initialised before any thread uses them
+  start(mem, p.stages);
   Stage stage = {p.stages, p.bytes};
-  if (__shfl_sync(~0u, threadIdx.x / 32, 0) == WARPS) {
+  if (__shfl_sync(~0u, threadIdx.x / 32, 0) >= WARPS) {
     load_weights<T>(p, mem, stage);  // of this launch: the one before may still run
   } else {
     wait_for_the_launch_before();
@@ -49,24 +45,26 @@ static cudaError_t launch(Launch p, cudaStream_t stream) {
   const int blocks = min(sms, ceil_div(p.N, UNIT));
   p.share(blocks, Math::UNITS);
   p.bytes = p.per_stage * UNIT * PITCH;
-  p.stages = min(MOST_STAGES, RING / p.bytes);
-  if (cudaError_t error = allow_shared_memory<kernel, sizeof(Shared<X_ROWS>) + RING>()) return error;
+  p.stages = min(MOST_STAGES, int(ROOM - sizeof(Shared<X_ROWS>)) / p.bytes);
+  if (cudaError_t error = allow_shared_memory<kernel, ROOM>()) return error;
   return launch_kernel<Launch>(kernel, dim3(blocks), THREADS, sizeof(Shared<X_ROWS>) + p.stages * p.bytes, stream, p);
+}
+
+template <typename T>
+static cudaError_t launch_16_bits(const Launch& p, cudaStream_t stream) {
+  return p.rows <= 4   ? launch<T, 4, TensorCores<T, 4>>(p, stream)
+         : p.rows <= 8 ? launch<T, 8, TensorCores<T, 8>>(p, stream)
+                       : launch<T, 16, TensorCores<T, 16>>(p, stream);
 }
 
 extern "C" cudaError_t product(View x, View w, const void* norm, const void* row_sums, const void* bias, View residual,
                                int has_residual, View out, int activation, float eps, int blocks, int dtype,
                                cudaStream_t stream) {
-  Launch p = {{make_arguments(x, w, norm, row_sums, bias, residual, has_residual, out, activation, eps)}};
-  const bool few = p.rows <= 8;
-  if (dtype == FLOAT16)
-    return few ? launch<__half, 8, TensorCores<__half, 8>>(p, stream)
-               : launch<__half, 16, TensorCores<__half, 16>>(p, stream);
-  if (dtype == BFLOAT16)
-    return few ? launch<__nv_bfloat16, 8, TensorCores<__nv_bfloat16, 8>>(p, stream)
-               : launch<__nv_bfloat16, 16, TensorCores<__nv_bfloat16, 16>>(p, stream);
-  return p.rows <= 1   ? launch<float, 1, CudaCores<1>>(p, stream)
-         : p.rows <= 4 ? launch<float, 4, CudaCores<4>>(p, stream)
-         : few         ? launch<float, 8, CudaCores<8>>(p, stream)
-                       : launch<float, 16, CudaCores<16>>(p, stream);
+  const Launch p = {{make_arguments(x, w, norm, row_sums, bias, residual, has_residual, out, activation, eps)}};
+  if (dtype == FLOAT16) return launch_16_bits<__half>(p, stream);
+  if (dtype == BFLOAT16) return launch_16_bits<__nv_bfloat16>(p, stream);
+  return p.rows <= 1   ? launch<float, 1, CudaCores<1, STEPS>>(p, stream)
+         : p.rows <= 4 ? launch<float, 4, CudaCores<4, 1>>(p, stream)
+         : p.rows <= 8 ? launch<float, 8, CudaCores<8, 0>>(p, stream)
+                       : launch<float, 16, CudaCores<16, 0>>(p, stream);
 }
