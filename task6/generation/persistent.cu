@@ -4,8 +4,7 @@
 //   grid  (SMs), all resident; block (320): eight warps that compute, and two that load
 //
 // The warps that load have the weights of all layers brought to shared memory, one matrix after the other, and never
-// wait for a result. Where shared memory is full, the next matrix is on its way to L2: the memory is read without a
-// pause. The others take the step's phases in turn, and meet all other blocks after each:
+// wait for a result. The others take the step's phases in turn, and meet all other blocks after each:
 //
 //   embedding | norm, q k v | RoPE, append, attention | o, residual | norm, gate and up | down, residual | ... | logits
 //
@@ -15,7 +14,6 @@
 
 #include "stream.cuh"
 
-constexpr int IN_L2 = 128 * 1024;  // bytes of the next matrix that a block has brought to L2
 constexpr int SLOT = MOST_UNITS * UNIT * PITCH, SLOTS = 184 * 1024 / SLOT;  // bytes of a stage, and how many fit
 
 struct Layer {
@@ -357,62 +355,11 @@ DEVICE void compute_step(const Model& m, Memory<X_ROWS, D>& mem, Stage stage) {
   }
 }
 
-// ---- What is brought to L2 before there is room for it in shared memory, by one warp: 8 KiB by a lane
-
-DEVICE void to_L2(const void* from, int64_t bytes, int lane) {  // by this lane of several
-  constexpr int EACH = IN_L2 / 16;
-  bytes -= int64_t(lane) * EACH;
-  if (lane < 0 || bytes < 16 || from == nullptr) return;
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(static_cast<const char*>(from) + lane * EACH),
-               "r"(int(min(bytes, int64_t(EACH))) / 16 * 16)
-               : "memory");
-}
-
-// The first of the block's weights, which are one range, or with SwiGLU two; and what stands beside them.
-template <typename T>
-DEVICE void prefetch_weights(const Product& p) {
-  const int lane = threadIdx.x % 32, ranges = p.activation == SWIGLU ? 2 : 1;
-  const int first = p.first_unit(blockIdx.x), rows = (p.first_unit(blockIdx.x + 1) - first) * UNIT / ranges;
-  const int row = p.row_of(first, lane % ranges * (UNIT / 2)), number = min(rows, p.N - row);
-  if (lane < 16) {
-    to_L2(static_cast<const T*>(p.w) + row * p.w_stride, int64_t(number) * p.K * sizeof(T), lane / ranges);
-  } else if (lane == 16) {
-    to_L2(blockIdx.x == 0 ? p.norm : nullptr, p.K * sizeof(T), 0);
-  } else if (lane < 19) {
-    const T* beside = static_cast<const T*>(lane == 17 ? p.bias : p.row_sums);
-    to_L2(beside ? beside + row : nullptr, number * sizeof(T), 0);
-  }
-}
-
-// Of the keys and values that the block's kv head and others read, this head's share.
-template <typename T, int D>
-DEVICE void prefetch_cache(const Model& m, const Layer& layer) {
-  const int lane = threadIdx.x % 32, pair = blockIdx.x / m.splits, split = blockIdx.x - pair * m.splits;
-  const int b = pair / m.kv_heads, kv = pair - b * m.kv_heads;
-  if (b >= m.rows || lane >= 16) return;
-  const int len = m.lengths[b], splits = splits_of<T, D>(m, len + 1);
-  if (split >= splits) return;
-  const int begin = int64_t(len) * split / splits, end = int64_t(len) * (split + 1) / splits;
-  const int first = begin + (end - begin) * kv / m.kv_heads, last = begin + (end - begin) * (kv + 1) / m.kv_heads;
-  const int64_t row_bytes = m.kv_heads * D * sizeof(T);
-  const char* cache = static_cast<const char*>(lane % 2 ? layer.v_cache : layer.k_cache);
-  to_L2(cache + (b * int64_t(m.max_seq) + first) * row_bytes, (last - first) * row_bytes, lane / 2);
-}
-
 template <typename T, int X_ROWS, int D>
 DEVICE void load_step(const Model& m, Memory<X_ROWS, D>& mem, Stage stage) {
-  const bool prefetches = __shfl_sync(~0u, threadIdx.x / 32, 0) == WARPS;
   for (int i = 0; i < m.layer_count; ++i) {
-    const bool more = i + 1 < m.layer_count;
-    for (int which = QKV; which <= DOWN; ++which) {
-      if (prefetches) {
-        const Layer& then = mem.layers[i + (more && which == DOWN)];
-        if (which == QKV) prefetch_cache<T, D>(m, then);
-        prefetch_weights<T>(m.product<T>(then, which < DOWN ? which + 1 : more ? QKV
-                                                                               : HEAD));
-      }
+    for (int which = QKV; which <= DOWN; ++which)
       load_weights<T>(m.product<T>(mem.layers[i], which), mem.ring, stage);
-    }
   }
   load_weights<T>(m.product<T>({}, HEAD), mem.ring, stage);
 }
