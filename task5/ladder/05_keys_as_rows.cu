@@ -14,10 +14,9 @@
 // P^T has to pass through shared memory: it is the operand with rows of keys.
 //
 // block (160)   four warps that compute, and one that loads
-// grid          where pairs are few, up to 16 blocks share one: a cluster, and of a pair several of them where it
-//               would leave SMs idle. These merge through global memory, the last one to come does. Where pairs are
-//               many, as many blocks as fit at once, and each takes one pair after the other: the warp that loads does
-//               not stop between them
+// grid          where pairs are few, up to 16 blocks share one: a cluster, or several of them where one would leave
+//               SMs idle. Several merge through global memory: the last one to come does. Where pairs are many, as many
+//               blocks as fit at once, and each takes one pair after the other: the warp that loads does not stop
 //
 // The parts of a pair are the leaves of a tree: a block merges its own, a cluster its blocks', and the last cluster the
 // clusters'. Batch-invariant, the keys are cut into as many parts as their number says, however many blocks there are.
