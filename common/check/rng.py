@@ -1,5 +1,6 @@
 """Random inputs: new ones in every run, the same ones with the same seed."""
 
+import argparse
 import hashlib
 import secrets
 
@@ -14,6 +15,19 @@ _MADE_ON_CPU = (
 def new_seed() -> int:
     """An unpredictable seed."""
     return secrets.randbelow(1 << 31)
+
+
+def seed_of(text: str) -> int:
+    """What a command is given as its seed: from 0 to 2**31 - 1, which all of its libraries take.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not text.isdecimal() or int(text) >= 1 << 31:
+        raise argparse.ArgumentTypeError(
+            f"a seed is a whole number from 0 to {(1 << 31) - 1}; got {text}"
+        )
+    return int(text)
 
 
 class Rng:

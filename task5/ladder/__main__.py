@@ -12,7 +12,7 @@ from rich.console import Console
 from common.build import BuildError, builder, library
 from common.build.cli import report
 from common.check.case import device_of
-from common.check.rng import new_seed
+from common.check.rng import new_seed, seed_of
 from common.record import provenance
 from common.record.grid import Grid
 from common.timing import reference
@@ -54,26 +54,28 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Build, check and time decode beside the libraries, and judge its bars. What a complete run on a"
         " GPU finds (no shape named, all checks passed) is written to table.json, RESULTS.md and decode.png.",
     )
-    add = parser.add_argument
+    add, one_of = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     # fmt: off
     add("--shape", nargs="+", metavar="WORDS", help="only shapes whose names have the words of one of these:"
         " float32 'B1 32/8 kv8192'")
-    add("--check-only", "--no-timing", action="store_true", help="build and check")
-    add("--no-check", action="store_true", help="do not check first; nothing is written")
-    add("--bars", action="store_true", help="only what the bars need: not each rung, and no curves; nothing is written")
-    add("--prefill", action="store_true", help="instead of decode, time chunks of prompts beside the libraries")
-    add("--steps", type=int, metavar="N", help="instead of timing, decode N steps from CUDA graphs and compare each")
-    add("--render", action="store_true", help="only write RESULTS.md and the picture from table.json")
-    add("--seed", type=int, help="repeat the random inputs of an earlier run")
+    add("--no-check", action="store_true", help="do not check before timing; nothing is written")
+    one_of("--check-only", "--no-timing", action="store_true", help="build and check")
+    one_of("--bars", action="store_true", help="time only what the bars need: not each rung, and no curves; nothing is"
+           " written")
+    one_of("--prefill", action="store_true", help="instead of decode, time chunks of prompts beside the libraries;"
+           " written on a GPU")
+    one_of("--steps", type=int, metavar="N", help="instead of timing, decode N steps and compare each; on a GPU from"
+           " CUDA graphs, and written")
+    one_of("--render", action="store_true", help="only write RESULTS.md and the picture from table.json")
+    add("--seed", type=seed_of, metavar="N", help="repeat the random inputs of an earlier run")
     add("--verbose", action="store_true", help="show the compiler's commands and each kernel's resources")
     # fmt: on
     options = parser.parse_args(argv)
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps must be at least 1; got {options.steps}")
-    if options.prefill and (options.shape or options.bars or options.check_only or options.steps):
-        parser.error(
-            "--prefill times all chunks: not with --shape, --bars, --check-only or --steps"
-        )
+    other = options.check_only or options.prefill or options.steps or options.render
+    if other and (options.shape or options.no_check):
+        parser.error("--shape and --no-check are for the timing of decode, all of it or --bars")
     asked = [set(words.split()) for words in options.shape or [""]]
     options.shapes = [s for s in table.TIMED if any(words <= {*s.key.split()} for words in asked)]
     if not options.shapes:
@@ -98,11 +100,12 @@ def _run(options: argparse.Namespace) -> int:
         return _prefill(options)
     if not (options.no_check or _check(options)):
         return 1
+    if options.check_only:
+        return 0
     if not on_gpu:
         console.print("timing needs a GPU")
-    elif not options.check_only:
-        return _time(here, options)
-    return 0
+        return 0
+    return _time(here, options)
 
 
 def _build(options: argparse.Namespace) -> list[Rung]:
@@ -125,7 +128,7 @@ def _build(options: argparse.Namespace) -> list[Rung]:
 
 
 def _check(options: argparse.Namespace) -> bool:
-    """Run test.py; whether all of it passes."""
+    """Run the tests of decode, append and chunks; whether all of them pass."""
     return pytest.main(["-q", f"--seed={options.seed}", *map(str, TESTS)]) == 0
 
 

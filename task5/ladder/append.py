@@ -60,7 +60,7 @@ def append_rope(
         raise ValueError(
             f"dependent=True runs on a Hopper GPU alone; the tensors are on {q.device}"
         )
-    if q.numel() or k.numel():
+    if (q.numel() or k.numel()) and (cos is None or cos.numel()):
         kernels = _DEPENDENT if hopper and dependent is not False else _KERNELS
         kernels.launch(
             "append", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, seqlens_k=seqlens_k, block_table=block_table,

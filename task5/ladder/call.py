@@ -16,6 +16,7 @@ PAGE_SIZES = (16, 256)  # from, to; multiples of 16
 MAX_QUERIES = 16
 MAX_KEYS = 1 << 24
 MAX_BATCH = 65535
+MAX_TILES = (1 << 31) - 1
 # The shares of a batch-invariant call are those of a sequence alone, of so many keys.
 INVARIANT_KEYS = 4096
 ON_CPU = 6  # blocks where there is no GPU: enough to share a pair
@@ -61,10 +62,10 @@ def decode_attention(
             tokens. Token i sees the keys up to ``seqlens_k[b] - q_len + i``.
         k, v: ``(batch, max_seq, kv_heads, head_dim)``; with ``block_table`` the pages of all sequences,
             ``(pages, page_size, kv_heads, head_dim)``, page_size a multiple of 16 up to 256. kv_heads divides heads.
-        scale: factor of the scores; ``1 / sqrt(head_dim)`` if None.
+        scale: factor of the scores, above 0; ``1 / sqrt(head_dim)`` if None.
         seqlens_k: int32 ``(batch,)`` on q's device, keys of each sequence, the new tokens' included; all for which
-            there is room if None, and where a length is larger.
-        leftpad_k: int32 ``(batch,)``, keys to skip at the start of each sequence.
+            there is room if None, and where a length is larger. A negative one counts as 0.
+        leftpad_k: int32 ``(batch,)``, keys to skip at the start of each sequence; a negative number counts as 0.
         block_table: int32 ``(batch, max_pages)``, contiguous: key j is row ``j % page_size`` of page
             ``block_table[b, j // page_size]``. Sequences may share pages. A page outside of the pool is not read, and
             its keys are not seen.
@@ -81,15 +82,16 @@ def decode_attention(
     batch, kv_len = _check(q, k, v, block_table)
     check_lengths("seqlens_k", seqlens_k, q)
     check_lengths("leftpad_k", leftpad_k, q)
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 key, or None; got {window}")
+    expect_scale(scale)
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"window must be at least 1 key, or None; got {window!r}")
     _, q_len, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     _check_rung(q, rung)
     out = torch.empty((batch, q_len, heads, head_dim), dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
-    if kv_len == 0:
+    if kv_len == 0 or not k.numel():
         return out.zero_()
     call = _Call(q.device, dtype_code(q.dtype), head_dim, heads // kv_heads * q_len)
     plan = _plan(call, batch, kv_heads, kv_len, batch_invariant, rung)
@@ -108,7 +110,9 @@ def decode_attention(
 def _check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> tuple[int, int]:
     """batch, and the keys for which a sequence has room."""
     if block_table is None:
-        batch, _, _, q_len, kv_len, head_dim = check_attention(q, k, v, DTYPES, HEAD_DIMS[-1])
+        batch, heads, kv_heads, q_len, kv_len, head_dim = check_attention(
+            q, k, v, DTYPES, HEAD_DIMS[-1]
+        )
     else:
         expect("q", q, shape=("batch", "q_len", "heads", "head_dim"), dtype=DTYPES)
         like_q = {"dtype": q.dtype, "device": q.device}
@@ -136,6 +140,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> tuple
         raise ValueError(f"batch must be at most {MAX_BATCH:,}; got {batch:,}")
     if kv_len > MAX_KEYS:
         raise ValueError(f"a sequence must have room for at most {MAX_KEYS:,} keys; got {kv_len:,}")
+    pairs = batch * kv_heads * -(-heads // max(1, kv_heads) * q_len // ROWS)
+    if pairs * -(-kv_len // ROWS) > MAX_TILES:
+        raise ValueError(
+            f"there must be at most {MAX_TILES:,} tiles of {ROWS} keys for {ROWS} rows in a call; got batch {batch:,},"
+            f" {heads} heads, {kv_heads} kv heads, {q_len} tokens and room for {kv_len:,} keys"
+        )
     return batch, kv_len
 
 
@@ -156,6 +166,12 @@ def expect_loadable(**tensors: Tensor | None) -> None:
             )
 
 
+def expect_scale(scale: float | None) -> None:
+    """ValueError for one that is not above 0, or too large for float32."""
+    if scale is not None and not 0 < scale <= torch.finfo(torch.float32).max:
+        raise ValueError(f"scale must be above 0 and finite; got {scale}")
+
+
 def is_hopper(device: torch.device) -> bool:
     """Whether kernels for sm_90a run there."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
@@ -163,7 +179,7 @@ def is_hopper(device: torch.device) -> bool:
 
 def _check_rung(q: Tensor, rung: int | None) -> None:
     if rung is not None and rung not in RUNGS:
-        raise ValueError(f"rung must be one of {RUNGS}; got {rung}")
+        raise ValueError(f"rung must be one of {RUNGS}; got {rung!r}")
     if rung is not None and rung > 1 and not is_hopper(q.device):
         raise ValueError(f"rung {rung} runs on a Hopper GPU alone; the tensors are on {q.device}")
     if rung == KEYS_AS_ROWS and q.dtype == torch.float32:

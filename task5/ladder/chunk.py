@@ -1,6 +1,7 @@
 """Chunked prefill: a chunk of a prompt against a long cache."""
 
 import functools
+import itertools
 import math
 
 import torch
@@ -8,7 +9,14 @@ from torch import Tensor
 
 from common.build import Kernels, dtype_code
 from common.inputs import check_attention
-from task5.ladder.call import MAX_BATCH, expect_loadable, is_hopper, loadable, workspace
+from task5.ladder.call import (
+    MAX_BATCH,
+    expect_loadable,
+    expect_scale,
+    is_hopper,
+    loadable,
+    workspace,
+)
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128)
@@ -54,11 +62,10 @@ def chunk_attention(
         raise ValueError(f"head_dim must be 64 or 128; got {head_dim}")
     if kv_heads and heads // kv_heads > ROWS:
         raise ValueError(f"a kv head must have at most {ROWS} query heads; got {heads // kv_heads}")
-    if scale is not None and not 0 < scale < math.inf:
-        raise ValueError(f"scale must be above 0 and finite; got {scale}")
-    if split is not None and (split[0] not in SPLITS or not 1 <= split[1] <= MOST_CLUSTERS):
+    expect_scale(scale)
+    if split is not None and split not in itertools.product(SPLITS, range(1, MOST_CLUSTERS + 1)):
         raise ValueError(
-            f"split must be one of {SPLITS} blocks, and 1 to {MOST_CLUSTERS} clusters; got {split}"
+            f"split must be one of {SPLITS} blocks, and 1 to {MOST_CLUSTERS} clusters; got {split!r}"
         )
     if not is_hopper(q.device):
         raise ValueError(

@@ -324,7 +324,8 @@ static cudaError_t launch(Decode a, int blocks, cudaStream_t stream) {
   a.row_tiles = Divisor(ceil_div(a.rows, Math::ROWS));
   if (cudaError_t error = allow_shared_memory<kernel, sizeof(Shared<Math, Sharing>)>()) return error;
   if (cudaError_t error = prefer_shared_memory<kernel>()) return error;
-  const int64_t tiles = int64_t(ceil_div(a.kv_len, B_c)) * a.batch * a.kv_heads * a.row_tiles.d;
-  const int bytes = Shared<Math, Sharing>::bytes((tiles + blocks - 1) / blocks);
+  const int tiles = ceil_div(a.kv_len, B_c), of_a_unit = a.chunks ? ceil_div(tiles, a.chunks) : 1;
+  const int64_t units = int64_t(a.chunks ? a.chunks : tiles) * a.batch * a.kv_heads * a.row_tiles.d;
+  const int bytes = Shared<Math, Sharing>::bytes((units + blocks - 1) / blocks * of_a_unit);
   return Sharing::launch(kernel, a, blocks, bytes, stream);
 }

@@ -176,10 +176,47 @@ def test_sequences_share_pages():
         )
 
 
-def test_lengths_past_the_cache_count_as_all_of_it():
-    q, k, v = (torch.randn(1, n, 2, 64, device=DEVICE).half() for n in (1, 50, 50))
-    long = torch.tensor([1000], dtype=torch.int32, device=DEVICE)
-    assert torch.equal(decode_attention(q, k, v, seqlens_k=long), decode_attention(q, k, v))
+def test_lengths_past_the_cache_count_as_all_of_it_and_negative_ones_as_0():
+    q, k, v = (torch.randn(2, n, 2, 64, device=DEVICE).half() for n in (1, 50, 50))
+
+    def run(*, length, skipped=0):
+        lengths, skip = (
+            torch.full((2,), n, dtype=torch.int32, device=DEVICE) for n in (length, skipped)
+        )
+        return decode_attention(q, k, v, seqlens_k=lengths, leftpad_k=skip)
+
+    all_seen = decode_attention(q, k, v)
+    assert torch.equal(run(length=1000), all_seen)
+    assert torch.equal(run(length=50, skipped=-9), all_seen)
+    for nothing in (
+        run(length=-3),
+        run(length=0),
+        run(length=9, skipped=9),
+        run(length=9, skipped=99),
+    ):
+        assert not nothing.any()
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("q_len", [4, 16])
+def test_a_share_of_several_chunks_has_room(rung, q_len):
+    """A batch-invariant call counts chunks of tiles, so that a block may have many tiles in few shares."""
+    torch.manual_seed(new_seed())
+    q = torch.randn(2, q_len, 8, 64, device=DEVICE).half()
+    for room in (99, 256, 1153):
+        k, v = (torch.randn(2, room, 1, 64, device=DEVICE).half() for _ in "kv")
+        got = decode_attention(q, k, v, batch_invariant=True, rung=rung)
+        assert torch.equal(
+            got[1:], decode_attention(q[1:], k[1:], v[1:], batch_invariant=True, rung=rung)
+        )
+        truth = decode_attention(q.float(), k.float(), v.float())
+        assert (got - truth).abs().max() < 2e-3
+
+
+def test_no_pages():
+    q, pages = torch.randn(2, 1, 2, 64, device=DEVICE), torch.zeros(0, 16, 2, 64, device=DEVICE)
+    table = torch.zeros(2, 3, dtype=torch.int32, device=DEVICE)
+    assert not decode_attention(q, pages, pages, block_table=table).any()
 
 
 @pytest.mark.parametrize(("batch", "room"), [(0, 9), (2, 0)])
@@ -247,6 +284,12 @@ HALF = torch.float16
         ({n: torch.zeros(1, 1, 2, 96, dtype=HALF) for n in "qkv"}, "head_dim must be 64, 128 or 256; got 96"),
         ({"k": torch.zeros(1, 40, 2, 68, dtype=HALF)[..., 2:-2]}, "k must have a contiguous last dimension, and rows that begin"),
         ({"window": 0}, "window must be at least 1 key, or None; got 0"),
+        ({"window": "a"}, "window must be at least 1 key, or None; got 'a'"),
+        ({"scale": -1.0}, "scale must be above 0 and finite; got -1.0"),
+        ({"scale": math.nan}, "scale must be above 0 and finite; got nan"),
+        ({"scale": 1e300}, "scale must be above 0 and finite; got 1e\\+300"),
+        ({n: torch.zeros(1, 1, 1, 64, dtype=HALF).expand(70, 1 << 24, 256, 64) for n in "kv"}
+         | {"q": torch.zeros(70, 1, 256, 64, dtype=HALF)}, "there must be at most 2,147,483,647 tiles of 16 keys"),
         ({"rung": 7}, r"rung must be one of \(1, 2, 3, 4, 5\); got 7"),
         ({"seqlens_k": torch.zeros(2, dtype=torch.int32)}, "seqlens_k must be"),
         ({"block_table": torch.zeros(1, 2, dtype=torch.int32)}, "page_size must be a multiple of 16 up to 256; got 40"),

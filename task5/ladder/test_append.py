@@ -250,6 +250,16 @@ def test_nothing_to_do():
         append_rope(x, x, x, cache, cache.clone(), seqlens_k=lengths, cos=rope.cos, sin=rope.sin)
 
 
+def test_no_position_has_a_rotation():
+    """cos and sin of no rows: nothing is done, as past their end."""
+    q, cache, table = (
+        torch.ones(shape, device=DEVICE) for shape in ((2, 1, 2, 64), (2, 8, 2, 64), (0, 32))
+    )
+    before = q.clone(), cache.clone()
+    append_rope(q, q.clone() * 2, q.clone() * 2, cache, cache.clone(), seqlens_k=int32([4, 1]), cos=table, sin=table)  # fmt: skip
+    assert torch.equal(q, before[0]) and torch.equal(cache, before[1])
+
+
 def zeros(*shape, dtype=torch.float16):
     return torch.zeros(shape, dtype=dtype)
 

@@ -100,6 +100,8 @@ def test_what_it_does_not_take_is_the_ladders():
             {"split": (3, 1)},
             r"split must be one of \(1, 2, 4, 8\) blocks, and 1 to 16 clusters; got \(3, 1\)",
         ),
+        (((1, 20, 2, 64), (1, 40, 2, 64)), {"split": 5}, "split must be one of .* got 5"),
+        (((1, 20, 2, 64), (1, 40, 2, 64)), {"split": (2,)}, r"split must be one of .* got \(2,\)"),
         (((1, 20, 2, 64), (1, 40, 2, 64)), {"scale": -1.0}, "scale must be above 0"),
         (((1, 20, 129, 64), (1, 40, 1, 64)), {}, "at most 128 query heads; got 129"),
     ],

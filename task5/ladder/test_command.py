@@ -321,7 +321,12 @@ def test_the_picture(ladder):
         (["--shape", "B1 d256"], "no shape is named B1 d256"),
         (["--steps", "0"], "--steps must be at least 1; got 0"),
         (["--rung", "1"], "unrecognized arguments"),
-        (["--prefill", "--shape", "B1"], "--prefill times all chunks: not with --shape"),
+        (["--prefill", "--shape", "B1"], "--shape and --no-check are for the timing of decode"),
+        (["--check-only", "--no-check"], "--shape and --no-check are for the timing of decode"),
+        (["--prefill", "--render"], "argument --render: not allowed with argument --prefill"),
+        (["--steps", "3", "--check-only"], "not allowed with argument --steps"),
+        (["--seed", "9" * 23], "a seed is a whole number from 0 to 2147483647; got 999"),
+        (["--seed", "-1"], "a seed is a whole number"),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):
