@@ -633,9 +633,11 @@ if __name__ == "__main__":
     # With one of the options that generation's command has, such as --config, it is that command.
     import sys
 
-    from task6.generation.__main__ import asked_for, main
+    from task6.generation.__main__ import OPTIONS, asked_for, main
 
     if asked_for(sys.argv[1:]):
         sys.exit(main(prog="python -m task6.test"))
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        print(f"With {', '.join(OPTIONS)}: see python -m task6.generation --help\n")
     # END STAFF
     suite.main()

@@ -33,8 +33,8 @@ class TensorCoreLinear:
 
     An object is for one weight, of which it keeps the parts from call to call: as many bytes as the weight itself, and
     four per row. They are made at the first call, and again after the weight was replaced or changed in place (but a
-    change through ``.data`` goes unseen). A CUDA graph has to be captured after that first call. x's parts are scratch
-    of up to 256 MiB, from PyTorch's allocator.
+    change through ``.data``, or of an inference tensor, goes unseen). A CUDA graph has to be captured after that first
+    call. x's parts are scratch of up to 256 MiB, from PyTorch's allocator.
     """
 
     def __init__(self) -> None:

@@ -10,14 +10,16 @@ from rich.console import Console
 
 from common.build import BuildError
 from common.check.case import device_of
+from common.check.rng import seed_of
 from common.memory import NotEnoughMemory
 from common.products import PRODUCTS
+from common.products.fp32 import can_split
 from common.record.grid import Grid
 from common.timing import IMPOSSIBLE, ImpossibleRate, reference
 from task6.generation import bars, endurance, plot, table
 from task6.generation.benchmark import DTYPES, Case, Found, prepare, run
 from task6.generation.config import CONFIGS, find_config
-from task6.generation.parallel import Group, LostProcess, processes
+from task6.generation.parallel import Group, LostProcess, processes, world_size
 from task6.generation.peers import COMPILED, PEERS, Make, compiled
 from task6.generation.record import Record, Tables, Times, load, origin, save
 
@@ -80,7 +82,7 @@ def _parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     add("--profile", action="store_true", help="also where the time of a step goes, kernel by kernel")
     add("--compiled", action="store_true",
         help=f"also {COMPILED}, which compiles for a minute; with --bars for llama-3.2-1b")
-    add("--seed", type=int, default=0, metavar="N", help="of the weights and the prompt; default: %(default)s")
+    add("--seed", type=seed_of, default=0, metavar="N", help="of the weights and the prompt; default: %(default)s")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--bars", action="store_true",
         help="time the cases that have bars, whatever the options above, say which are met, and write RESULTS.md and"
@@ -94,6 +96,18 @@ def _parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
         parser.error(f"--tokens must be at least 1; got {options.tokens}")
     if options.device == "cuda" and not cuda:
         parser.error("--device cuda: PyTorch sees no GPU here")
+    if options.bars and options.device == "cpu":
+        parser.error("--bars needs a GPU")
+    if options.products != "torch" and not can_split(
+        DTYPES[options.dtype], device_of(options.device)
+    ):
+        parser.error(
+            f"--products {options.products!r} is for float32 on a Hopper GPU; got {options.dtype} on {options.device}"
+        )
+    try:
+        world_size()
+    except ValueError as error:
+        parser.error(str(error))
     if options.new_tokens is None:
         text = min(TEXT, max(2, options.tokens)) if options.tokens else 100
         options.new_tokens = text if cuda else 20
@@ -106,7 +120,7 @@ def _run(options: argparse.Namespace) -> int:
     case = Case(
         options.config, options.batch, options.prompt, options.new_tokens, options.dtype, options.products
     )  # fmt: skip
-    world, cuda = int(os.environ.get("WORLD_SIZE", "1")), options.device == "cuda"
+    world, cuda = world_size(), options.device == "cuda"
     if cuda and (local := int(os.environ.get("LOCAL_RANK", "0"))) >= torch.cuda.device_count():
         raise ValueError(
             f"each process needs a GPU of its own: there are {torch.cuda.device_count()}; got process {local}"
@@ -138,10 +152,6 @@ def _time(case: Case, options: argparse.Namespace, group: Group) -> int:
 
 def _bars(options: argparse.Namespace, group: Group) -> int:
     """Time all cases that have bars, print the bars, and keep what was found."""
-    if options.device.type == "cpu":
-        if group.rank == 0:
-            console.print("the bars need a GPU")
-        return 0
     if group.world > 1:
         return _shared_bars(options, group)
     times = Times(origin("cuda", options.seed), reference().read_gb_per_s)

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-HEAD_DIMS = (64, 128, 256)  # of the decode kernels
+HEAD_DIMS = (64, 128)  # of the kernels for prompts and for decode
+WIDTH = 8  # of which hidden and inner are multiples: rows are read 16 bytes at a time
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Config:
         for name in ("layers", "hidden", "heads", "kv_heads", "inner", "vocab"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive; got {getattr(self, name)}")
+        for name in ("hidden", "inner"):
+            if getattr(self, name) % WIDTH:
+                raise ValueError(
+                    f"{name} must be a multiple of {WIDTH}, in each process; got {getattr(self, name)}"
+                )
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads; got {self.heads} and {self.kv_heads}")
         if self.head_dim not in HEAD_DIMS:

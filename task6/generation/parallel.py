@@ -6,15 +6,20 @@ A layer then has two sums over the processes, one behind attention and one behin
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 TIMEOUT = timedelta(seconds=40)  # after which a process that waits for another one gives up
+LONGEST_SUM = timedelta(minutes=10)  # with NCCL, where a heartbeat finds lost processes
 _LOST = re.compile(r"connection|timed? ?out|broken pipe|socket", re.IGNORECASE)
 
 
@@ -66,26 +71,105 @@ class Group:
         out.copy_(indices.gather(0, first).T)
 
 
+class Heartbeat(threading.Thread):
+    """Ends this process where another one has ended or no longer answers.
+
+    A sum over NCCL, and one in a CUDA graph at any rate, waits for a lost process without an error.
+
+    Args:
+        group: this process's.
+        store: of the group.
+        end: gets the sentence that says what has happened; by default prints it and ends the process with status 1.
+        period, patience: seconds from beat to beat, and without one until a process counts as lost.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        store: dist.Store,
+        end: Callable[[str], None] | None = None,
+        *,
+        period: float = 2.0,
+        patience: float = TIMEOUT.seconds,
+    ) -> None:
+        super().__init__(daemon=True)
+        self.group, self.store, self.end = group, dist.PrefixStore("beats", store), end or _end
+        self.period, self.patience, self.done = period, patience, threading.Event()
+
+    def run(self) -> None:
+        others = [rank for rank in range(self.group.world) if rank != self.group.rank]
+        heard = {rank: (b"", time.monotonic()) for rank in others}
+        beat = 0
+        while not self.done.wait(self.period):
+            beat += 1
+            try:
+                self.store.set(str(self.group.rank), str(beat))
+                for rank, (before, since) in heard.items():
+                    now = self.store.get(str(rank)) if self.store.check([str(rank)]) else b""
+                    if now != before:
+                        heard[rank] = now, time.monotonic()
+                    elif now != b"done" and time.monotonic() - since > self.patience:
+                        raise LostProcess(f"process {rank}")
+            except RuntimeError as error:
+                self.end(_sentence(self.group, error))
+                return
+
+    def stop(self) -> None:
+        """Before this process goes: it is not lost."""
+        self.done.set()
+        self.join()
+        with suppress(RuntimeError):  # the one that has the store may have gone before
+            self.store.set(str(self.group.rank), "done")
+
+
+def world_size() -> int:
+    """How many processes torchrun has started; 1 without it.
+
+    Raises:
+        ValueError: the environment has what torchrun does not set.
+    """
+    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    if not all(text.isdecimal() for text in given.values()) or given.get("WORLD_SIZE") == "0":
+        raise ValueError(f"torchrun sets whole numbers, WORLD_SIZE from 1 on; got {given}")
+    world = int(given.get("WORLD_SIZE", "1"))
+    if world > 1 and (len(given) < len(names) or int(given["RANK"]) >= world):
+        raise ValueError(
+            f"of {world} processes each has its RANK, from 0 to {world - 1}, and LOCAL_RANK from torchrun; got {given}"
+        )
+    return world
+
+
 @contextmanager
 def processes(device: torch.device) -> Iterator[Group]:
     """The group that torchrun has started, or this process alone.
 
     Raises:
+        ValueError: as :func:`world_size`.
         LostProcess: the others do not come.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = world_size()
     if world == 1:
         yield Group()
         return
-    group = Group(int(os.environ["RANK"]), world)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
+    group, nccl = Group(int(os.environ["RANK"]), world), device.type == "cuda"
+    if nccl:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with _lost(group):
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        store, *_ = next(rendezvous("env://", timeout=TIMEOUT))
+        limit = LONGEST_SUM if nccl else TIMEOUT
+        backend = "nccl" if nccl else "gloo"
+        dist.init_process_group(
+            backend, store=store, rank=group.rank, world_size=world, timeout=limit
+        )
+    heartbeat = Heartbeat(group, store) if nccl else None  # gloo says itself what it has lost
+    if heartbeat:
+        heartbeat.start()
     try:
         yield group
     finally:
+        if heartbeat:
+            heartbeat.stop()
         dist.destroy_process_group()
 
 
@@ -96,8 +180,18 @@ def _lost(group: Group) -> Iterator[None]:
     except RuntimeError as error:  # gloo has no type of its own for a lost connection
         if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
             raise
-        reason = str(error).strip().splitlines()[0][:160]
-        raise LostProcess(
-            f"process {group.rank} of {group.world} has lost another one, which has ended or did not answer within"
-            f" {TIMEOUT.seconds} s ({reason})"
-        ) from error
+        raise LostProcess(_sentence(group, error)) from error
+
+
+def _sentence(group: Group, error: Exception) -> str:
+    reason = str(error).strip().splitlines()[0][:160]
+    return (
+        f"process {group.rank} of {group.world} has lost another one, which has ended or did not answer within"
+        f" {TIMEOUT.seconds} s ({reason})"
+    )
+
+
+def _end(sentence: str) -> None:
+    print(f"task6.generation: {sentence}", flush=True)
+    sys.stderr.flush()
+    os._exit(1)  # the main thread may wait for ever

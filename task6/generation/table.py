@@ -54,7 +54,7 @@ def write(record: Record) -> None:
 
 def side_by_side(found: Found, read_gb_per_s: float | None) -> Grid:
     """The times of each side; the bandwidth of a pure read is known on a GPU."""
-    batch, shared = found.case.batch, f", on {found.world} GPUs" * (found.world > 1)
+    batch, shared = found.case.batch, f", {found.world} processes" * (found.world > 1)
     clock = f", SMs at {found.clock:,} MHz" if found.clock else ""
     title = f"{found.case}, {found.case.new_tokens} new tokens{shared}{clock}; times in ms"
     columns = [

@@ -46,6 +46,9 @@ def test_weights_are_held_once():
     weights = Weights.of(model)
     assert weights.layers[0].gate_up.data_ptr() == model.layers[0].mlp.gate.weight.data_ptr()
     assert weights.config.weights == count_weights(128, 3, 61)
+    again = Weights.of(model)
+    assert again.layers[0].gate_up.data_ptr() == weights.layers[0].gate_up.data_ptr()
+    assert torch.equal(again.layers[0].gate_up, weights.layers[0].gate_up)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -113,6 +116,8 @@ def test_configurations():
         Config(1, 256, 4, 3, 64, 64, 10)
     with pytest.raises(ValueError, match="head_dim must be one of"):
         Config(1, 256, 4, 2, 96, 64, 10)
+    with pytest.raises(ValueError, match="inner must be a multiple of 8, in each process; got 12"):
+        Config(1, 256, 4, 2, 64, 24, 10).share(2)
 
 
 def test_what_does_not_fit_is_not_allocated(monkeypatch):

@@ -380,6 +380,9 @@ def test_bad_input_is_one_sentence(arguments, message, capsys):
         (["--tokens", "0"], "--tokens must be at least 1; got 0"),
         (["--tokens", "5", "--bars"], "not allowed with"),
         (["--dtype", "int8"], "invalid choice"),
+        (["--seed", "1" * 23], "a seed is a whole number from 0 to 2147483647; got 111"),
+        (["--device", "cpu", "--bars"], "--bars needs a GPU"),
+        (["--device", "cpu", "--products", "tensor cores"], "is for float32 on a Hopper GPU; got"),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):
@@ -391,6 +394,7 @@ def test_bad_arguments(arguments, message, capsys):
 def test_a_number_of_processes_that_does_not_divide(monkeypatch, capsys):
     """Known before the processes look for each other; the first of them says it."""
     monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     for rank, said in (("0", "the number of processes must divide heads; got 3 and 4"), ("1", "")):
         monkeypatch.setenv("RANK", rank)
         assert command.main(SMALL) == 1
@@ -404,9 +408,24 @@ def test_many_tokens_through_the_command(folder, capsys):
     assert not record.TABLE.exists()  # of a CPU nothing is kept
 
 
-def test_without_a_gpu_there_are_no_bars(folder, capsys):
-    assert command.main([*SMALL, "--bars"]) == 0
-    assert capsys.readouterr().out == "the bars need a GPU\n" and not record.TABLE.exists()
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE from 1 on; got {'WORLD_SIZE': '0'}"),
+        ({"WORLD_SIZE": "two"}, "torchrun sets whole numbers"),
+        ({"WORLD_SIZE": "2"}, "of 2 processes each has its RANK, from 0 to 1, and LOCAL_RANK"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "LOCAL_RANK": "0"}, "from 0 to 1"),
+    ],
+)
+def test_an_environment_that_is_not_torchruns(environment, message, monkeypatch, capsys):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        command.main(SMALL)
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_results_that_were_not_measured(folder):
     assert command.main(["--render"]) == 0
     assert "Not measured yet" in (folder / "RESULTS.md").read_text()
 

@@ -9,9 +9,11 @@ import sys
 import time
 
 import pytest
+import torch.distributed as dist
 
 from common.paths import ROOT
 from task6.generation import CONFIGS
+from task6.generation.parallel import Group, Heartbeat
 
 COMMAND = ["-m", "task6.generation", "--device", "cpu", "--config", "tiny", "--batch", "2", "--prompt", "6"]  # fmt: skip
 
@@ -57,6 +59,37 @@ def test_the_others_end_when_one_is_lost(port):
     assert " ".join(shown.split()).startswith(
         "task6.generation: process 0 of 2 has lost another one"
     )
+
+
+def beats(rank, store, sentences):
+    return Heartbeat(Group(rank, 2), store, sentences.append, period=0.05, patience=1)
+
+
+def test_a_process_that_no_longer_answers_is_noticed():
+    """With NCCL a sum waits for it for ever."""
+    store, said = dist.HashStore(), {0: [], 1: []}
+    here, there = (beats(rank, store, said[rank]) for rank in range(2))
+    here.start(), there.start()
+    time.sleep(2)
+    assert said == {0: [], 1: []}
+    there.done.set()  # as if it hung
+    here.join(10)
+    assert (
+        len(said[0]) == 1
+        and said[0][0].startswith("process 0 of 2 has lost another one")
+        and not said[1]
+    )
+
+
+def test_a_process_that_is_done_is_not_lost():
+    store, said = dist.HashStore(), {0: [], 1: []}
+    here, there = (beats(rank, store, said[rank]) for rank in range(2))
+    here.start(), there.start()
+    time.sleep(0.3)
+    there.stop()
+    time.sleep(2)
+    here.stop()
+    assert said == {0: [], 1: []}
 
 
 def test_a_number_of_processes_that_does_not_divide():

@@ -127,6 +127,12 @@ def _share(layer: Layer, config: Config, group: Group) -> Layer:
 
 
 def _side_by_side(gate: torch.nn.Linear, up: torch.nn.Linear) -> Tensor:
-    both = torch.cat((gate.weight, up.weight))
+    first, second = gate.weight.data, up.weight.data
+    behind = first.data_ptr() + first.numel() * first.element_size() == second.data_ptr()
+    if behind and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr():
+        return first.as_strided(
+            (2 * len(first), first.shape[1]), first.stride()
+        )  # as they were left before
+    both = torch.cat((first, second))
     gate.weight.data, up.weight.data = both.chunk(2)
     return both
