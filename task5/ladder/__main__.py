@@ -82,6 +82,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         names = "\n  ".join(shape.key for shape in table.TIMED)
         parser.error(f"no shape is named {' or '.join(options.shape)}; there are\n  {names}")
     options.device = device_of("cuda" if torch.cuda.is_available() else "cpu")
+    if options.device.type == "cpu" and (options.bars or options.prefill):
+        parser.error(f"--{'bars' if options.bars else 'prefill'} needs a GPU")
     options.seed = new_seed() if options.seed is None else options.seed
     return options
 
@@ -176,9 +178,6 @@ def _steps(options: argparse.Namespace) -> int:
 
 def _prefill(options: argparse.Namespace) -> int:
     """Chunks of prompts; what was found is kept."""
-    if options.device.type != "cuda":
-        console.print("timing needs a GPU")
-        return 0
     with console.status("timing") as status:
         found = prefill.time_chunks(
             prefill.CHUNKS, options.seed, lambda key: status.update(f"timing {key}")

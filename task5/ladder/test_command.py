@@ -344,6 +344,14 @@ def test_shapes_are_chosen_by_words():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what it does without a GPU")
+@pytest.mark.parametrize("option", ["--bars", "--prefill"])
+def test_what_needs_a_gpu(option, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.main([option])
+    assert end.value.code == 2 and f"{option} needs a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what it does without a GPU")
 def test_the_command_without_a_gpu(ladder, monkeypatch, capsys):
     status = {"pytest": 0}
     monkeypatch.setattr(command.pytest, "main", lambda given: status["pytest"])
