@@ -4,24 +4,24 @@
 masks and caches. Here lengths, tokens and the cache stay on the device, in buffers that stay where they are.
 
     Gpt2Decoder    the prompts, a step, greedy decoding
-    Gpt2Loop       its steps as transformers' ``generate``: padding, sampling, streaming, the end of a text
+    Gpt2Loop       its steps in transformers' ``generate``: padding, sampling, streaming, the end of a text
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LogitsProcessorList
+from transformers.generation import (
+    BaseStreamer,
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
 )
-from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from task4.prefill import fast_attention
@@ -30,6 +30,7 @@ from task6.generation.graph import GraphedStep
 from task6.generation.persistent import PersistentStep, StepModel
 from task6.generation.product import MAX_ROWS, product
 from task6.generation.weights import expect_room
+from task7.streaming import expect_steps
 
 
 class Gpt2Decoder:
@@ -85,7 +86,8 @@ class Gpt2Decoder:
         self.logits = torch.empty(batch, c.vocab_size, **place)
         self.filled = 0  # the largest of lengths, known to the host
         self._blocks = [_Block.of(block) for block in model.transformer.h] if fused else None
-        self._head = _Linear.of(w, None, model.transformer.ln_f) if fused else None
+        head = model.lm_head.weight  # wte's, unless the model's config says otherwise
+        self._head = _Linear.of(head, None, model.transformer.ln_f) if fused else None
         self._one_launch: PersistentStep | None = None
         if persistent:
             self._one_launch = PersistentStep(
@@ -332,10 +334,11 @@ def check_model(config: GPT2Config) -> None:
 
 
 class Gpt2Loop:
-    """The steps of a :class:`Gpt2Decoder` behind transformers' ``generate``, with the options that task 7 gives it.
+    """The steps of a :class:`Gpt2Decoder` inside transformers' ``generate``, in place of its own.
 
-    transformers' own classes shape the scores, and one random number is drawn per step and sequence, as there: with one
-    seed both sample the same tokens, unless rounding of the logits changes a draw.
+    transformers reads the options, those of the folder's generation_config.json too, and its own classes shape the
+    scores. One random number is drawn per step and sequence, as there: with one seed both sample the same tokens,
+    unless rounding of the logits changes a draw.
 
     Args:
         model: as for :class:`Gpt2Decoder`.
@@ -356,78 +359,90 @@ class Gpt2Loop:
         tokens: Tensor,
         *,
         attention_mask: Tensor,
-        pad_token_id: int,
-        max_new_tokens: int,
-        do_sample: bool = False,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_new_tokens: int = 0,
         streamer: BaseStreamer | None = None,
-        return_dict_in_generate: bool = False,
-        **_: Any,
+        **options: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """``tokens`` and the new ones, int64 ``(batch, seq + new)``; a sequence that is over goes on with padding.
 
         Args:
             tokens, attention_mask: int64 ``(batch, seq)``, padded on the left.
             streamer: gets the prompts, then the tokens of each step, on the CPU.
-            return_dict_in_generate: with the logits and hidden states of each step; all prompts have one length then.
-                Tokens and logits are the graph's; hidden states are of the same step, its kernels launched one by one.
-
-        The other options are transformers'. What it takes for its caches changes nothing here.
+            options: transformers', ``max_new_tokens`` and ``pad_token_id`` among them. What it takes for its caches
+                changes nothing here. ``return_dict_in_generate``: with the logits and hidden states of each step; all
+                prompts have one length then. Tokens and logits are the graph's; hidden states are of the same step, its
+                kernels launched one by one.
 
         Raises:
-            ValueError: as :meth:`Gpt2Decoder.generate`, before anything runs; a trace of padded prompts.
+            ValueError: as :meth:`Gpt2Decoder.generate`, transformers and :func:`task7.streaming.expect_steps`, before
+                anything runs; a trace of padded prompts.
             NotEnoughMemory: the cache does not fit on the device.
         """
-        if return_dict_in_generate and not attention_mask.all():
+        decode = partial(self._decode, mask=attention_mask, out=streamer)
+        options["cache_implementation"] = None  # a static one would take memory
+        return self.model.generate(
+            tokens, attention_mask=attention_mask, custom_generate=decode, **options
+        )
+
+    def _decode(
+        self,
+        model: GPT2LMHeadModel,
+        tokens: Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        mask: Tensor,
+        out: BaseStreamer | None,
+        **_: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """What ``generate`` of transformers calls with all that it prepared."""
+        expect_steps(generation_config)
+        trace, sample = generation_config.return_dict_in_generate, generation_config.do_sample
+        if trace and not mask.all():
             raise ValueError("hidden states are recorded for prompts of one length; got padding")
-        ends = self._ends()
-        warp = _warpers(temperature, top_k, top_p) if do_sample else None
+        ends, padding = _ends(generation_config), generation_config.pad_token_id
+        # What else may end a text: its time.
+        criteria = [
+            c for c in stopping_criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))
+        ]
         new: list[list[int]] = []
         logits: list[Tensor] = []
-        seen: list[list[Tensor]] | None = [] if return_dict_in_generate else None
+        seen: list[list[Tensor]] | None = [] if trace else None
+        text = tokens
 
         def choose(logits: Tensor) -> Tensor:
-            scores = logits.to(torch.float32, copy=True)
-            if len(new) < min_new_tokens:
-                scores[:, ends] = -torch.inf
-            if warp is None:
-                return scores.argmax(-1)
-            return torch.multinomial(warp(tokens, scores).softmax(-1), 1)[:, 0]
+            nonlocal text
+            scores = logits_processor(text, logits.to(torch.float32, copy=True))
+            chosen = torch.multinomial(scores.softmax(-1), 1) if sample else scores.argmax(-1, True)
+            text = torch.cat((text, chosen), 1)
+            return chosen[:, 0]
 
         decoder = self._decoder_for(len(tokens))
         steps = decoder.steps(
-            [row[keep].tolist() for row, keep in zip(tokens, attention_mask.bool(), strict=True)],
-            max_new_tokens,
-            choose=choose if do_sample or min_new_tokens else None,
+            [row[keep].tolist() for row, keep in zip(tokens, mask.bool(), strict=True)],
+            generation_config.max_new_tokens,
+            choose=choose if sample or logits_processor else None,
             seen=seen,
         )
-        if streamer is not None:
-            streamer.put(tokens.cpu())
+        if out is not None:
+            out.put(tokens.cpu())
         over = [False] * len(tokens)
         for newest in steps:
-            if seen is not None:
+            if trace:
                 logits.append(decoder.logits.to(torch.float32, copy=True))
             chosen = newest.tolist()  # waits for the step; the rest needs no GPU
-            new.append([pad_token_id if o else id for o, id in zip(over, chosen, strict=True)])
-            if streamer is not None:
-                streamer.put(torch.tensor(new[-1]))
+            new.append([padding if o else id for o, id in zip(over, chosen, strict=True)])
+            if out is not None:
+                out.put(torch.tensor(new[-1]))
             over = [o or id in ends for o, id in zip(over, chosen, strict=True)]
-            if all(over):
+            if all(over) or any(c(tokens, None).any() for c in criteria):
                 break
         sequences = torch.cat((tokens, torch.tensor(new, device=tokens.device).T), 1)
-        if seen is None:
+        if not trace:
             return sequences
         return GenerateDecoderOnlyOutput(
             sequences=sequences, logits=tuple(logits), hidden_states=tuple(map(tuple, seen))
         )
-
-    def _ends(self) -> list[int]:
-        """The ids that end a text."""
-        ends = self.model.generation_config.eos_token_id
-        return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
     def _decoder_for(self, batch: int) -> Gpt2Decoder:
         """The last one, whose graph is captured, if its batch is this one."""
@@ -437,13 +452,7 @@ class Gpt2Loop:
         return self._decoder
 
 
-def _warpers(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
-    """transformers' own, in its order."""
-    warpers = LogitsProcessorList()
-    if temperature != 1.0:
-        warpers.append(TemperatureLogitsWarper(temperature))
-    if top_k != 0:
-        warpers.append(TopKLogitsWarper(top_k))
-    if top_p < 1.0:
-        warpers.append(TopPLogitsWarper(top_p))
-    return warpers
+def _ends(config: GenerationConfig) -> list[int]:
+    """The ids that end a text."""
+    ends = config.eos_token_id
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from task7.attention import NAME
 from task7.find import HUB_MODELS, TINY_FOLDER, find_model
-from task7.streaming import steps_of, texts_of
+from task7.streaming import expect_steps, steps_of, texts_of
 
 # The ways to continue a text, and the attention that transformers then has for the model.
 PATHS = {
@@ -27,6 +27,8 @@ PATHS = {
     # END STAFF
     "reference": "sdpa",  # transformers' generate with its own attention, PyTorch's SDPA
 }
+
+LEAST_TEMPERATURE = 1e-30  # scores divided by less could be infinite in float32
 
 # Sampling uses PyTorch's random state, of which a process has one: one text at a time, whatever thread asks for it.
 _generating = threading.Lock()
@@ -232,9 +234,14 @@ class ModelWithCustomAttention:
         """As ``generate_tokens``, but yields the new tokens after every step, int64 (prompts,) on the CPU.
 
         A step's tokens are yielded when the device has computed them. A sequence that is over goes on with padding.
+
+        Raises:
+            ValueError: as ``generate``, before the first step; a generation_config.json that asks for more than one
+                token per step, such as beam search.
         """
         self._check_lengths(tokens.shape[1], max_new_tokens)
         options = _options(max_new_tokens, temperature, top_k, top_p, do_sample, seed, cache)
+        expect_steps(self.model.generation_config)
         # a thread begins with PyTorch's default stream, whatever its parent's is
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
@@ -255,6 +262,7 @@ class ModelWithCustomAttention:
         """
         self._check_lengths(tokens.shape[1], max_new_tokens)
         options = _options(max_new_tokens, 1.0, 0, 1.0, False, None, cache)
+        expect_steps(self.model.generation_config)
         recorded = dict.fromkeys(
             ("return_dict_in_generate", "output_logits", "output_hidden_states"), True
         )
@@ -310,8 +318,10 @@ def _options(
     cache: str,
 ) -> dict[str, Any]:
     """What transformers' ``generate`` takes for these numbers; ValueError where one is out of range."""
-    if not (0 < temperature < math.inf or (temperature == 0 and not do_sample)):
-        raise ValueError(f"temperature must be above 0 and finite; got {temperature}")
+    if not (LEAST_TEMPERATURE <= temperature < math.inf or (temperature == 0 and not do_sample)):
+        raise ValueError(
+            f"temperature must be at least {LEAST_TEMPERATURE:g} and finite; got {temperature}"
+        )
     if not isinstance(top_k, int) or top_k < 0:
         raise ValueError(f"top_k must be at least 0 (0: the whole vocabulary); got {top_k!r}")
     if not 0 < top_p <= 1:
@@ -320,7 +330,13 @@ def _options(
         raise ValueError(f"seed must be from 0 to 2**64 - 1; got {seed!r}")
     if cache not in ("dynamic", "static"):
         raise ValueError(f'cache must be "dynamic" or "static"; got {cache!r}')
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": do_sample}
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": do_sample,
+        # whatever the folder's generation_config.json has: one text for each prompt, as tokens
+        "num_return_sequences": 1,
+        "return_dict_in_generate": False,
+    }
     if do_sample:
         options |= {"temperature": float(temperature), "top_k": top_k, "top_p": float(top_p)}
     if cache == "static":

@@ -11,7 +11,18 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 from torch import Tensor
-from transformers.generation import BaseStreamer
+from transformers import GenerationConfig
+from transformers.generation import BaseStreamer, GenerationMode
+
+
+def expect_steps(config: GenerationConfig) -> None:
+    """ValueError unless a step chooses one token of each sequence: beam search, for example, does not."""
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            "one token per step is expected, from greedy decoding or sampling; the model's generation_config.json asks "
+            f"for {mode.value.replace('_', ' ')}"
+        )
 
 
 def steps_of(generate: Callable[[BaseStreamer], object]) -> Generator[Tensor]:

@@ -42,7 +42,8 @@ def test_tokens_equal_transformers_generate(reference, prompts, way, new):
 
 
 @pytest.mark.parametrize(("way", "new"), WAYS)
-def test_random_weights_of_another_shape(way, new):
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_random_weights_of_another_shape(way, new, tied):
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=50,
@@ -52,6 +53,7 @@ def test_random_weights_of_another_shape(way, new):
         n_positions=40,
         bos_token_id=None,
         eos_token_id=None,
+        tie_word_embeddings=tied,  # whether the logits are of the embeddings
     )
     model = GPT2LMHeadModel(config).to(DEVICE).eval()
     with torch.no_grad():  # else all norms are the same, and all biases 0

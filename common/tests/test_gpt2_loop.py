@@ -1,6 +1,7 @@
 """Task 7's own loop as the command and the class use it: like transformers' generate, in all that can be asked of it."""
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from task7 import decoder, inference
 from task7.attention import NAME, course_attention, course_mask, kernel_calls
 from task7.bisection import bisect
 from task7.decoder import Gpt2Decoder
-from task7.inference import PROMPT, TINY, ModelWithCustomAttention
+from task7.inference import PROMPT, TINY, TINY_FOLDER, ModelWithCustomAttention
 from task7.streaming import Meter
 
 PROMPTS = ("Once upon a time there was", "Why?", "One morning, Mira walked to")
@@ -60,6 +61,55 @@ def test_texts_are_those_of_transformers(loop, reference, prompts, options):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+# Values, given the first and the tenth token that are written without the option.
+OPTIONS = {
+    "repetition_penalty": lambda first, tenth: 1.8,
+    "no_repeat_ngram_size": lambda first, tenth: 1,
+    "suppress_tokens": lambda first, tenth: [first],
+    "begin_suppress_tokens": lambda first, tenth: [first],
+    "bad_words_ids": lambda first, tenth: [[first]],
+    "forced_eos_token_id": lambda first, tenth: 5,
+    "eos_token_id": lambda first, tenth: tenth,
+    "max_time": lambda first, tenth: 1e-9,
+    # these change nothing
+    "return_dict_in_generate": lambda first, tenth: True,
+    "cache_implementation": lambda first, tenth: "static",
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 2}], ids=["greedy", "sampled"])
+def test_options_of_the_folder_are_those_of_transformers(
+    loop, reference, monkeypatch, option, options
+):
+    tokens, mask = loop.encode(PROMPTS)
+    plain = reference.generate_tokens(tokens, mask, 20, **options)
+    value = OPTIONS[option](*plain[0, tokens.shape[1] :][[0, 9]].tolist())
+    for model in (loop, reference):
+        monkeypatch.setattr(model.model.generation_config, option, value)
+    want = reference.generate_tokens(tokens, mask, 20, **options)
+    changed = option not in ("return_dict_in_generate", "cache_implementation")
+    assert torch.equal(want, plain) != changed
+    assert torch.equal(loop.generate_tokens(tokens, mask, 20, **options), want)
+    steps = torch.stack(list(loop.stream_tokens(tokens, mask, 20, **options)), dim=1)
+    assert torch.equal(steps, want[:, tokens.shape[1] :])
+
+
+BEAMS = "one token per step is expected, from greedy decoding or sampling; .* asks for beam search"
+
+
+def test_beam_search_is_refused_before_anything_runs(loop, reference, monkeypatch):
+    for model in (loop, reference):
+        monkeypatch.setattr(model.model.generation_config, "num_beams", 2)
+        with pytest.raises(ValueError, match=BEAMS):
+            model.stream("Once", 3)
+        with pytest.raises(ValueError, match=BEAMS):
+            model.trace(*model.encode(["Once"]), 3)
+    assert reference.generate("Once", 3)  # transformers' own
+    with pytest.raises(ValueError, match=BEAMS):
+        loop.generate("Once", 3)
+
+
 @pytest.mark.parametrize("ends", ["one", "a list", "none"])
 def test_the_end_of_a_text(loop, reference, monkeypatch, ends):
     tokens, mask = loop.encode(PROMPTS)
@@ -74,11 +124,13 @@ def test_the_end_of_a_text(loop, reference, monkeypatch, ends):
     assert torch.equal(steps, want[:, tokens.shape[1] :])
 
 
-def test_no_text_ends_where_its_end_is_ignored(loop, reference, monkeypatch):
+@pytest.mark.parametrize("end", ["the first", "outside the vocabulary"])
+def test_no_text_ends_where_its_end_is_ignored(loop, reference, monkeypatch, end):
     tokens, mask = loop.encode(PROMPTS[:1])
     first = int(reference.generate_tokens(tokens, mask, 1)[0, -1])
+    id = first if end == "the first" else loop.model.config.vocab_size + 7
     for model in (loop, reference):
-        monkeypatch.setattr(model.model.generation_config, "eos_token_id", first)
+        monkeypatch.setattr(model.model.generation_config, "eos_token_id", id)
     want = reference.generate_tokens(tokens, mask, 8, ignore_end=True)
     assert want.shape[1] == tokens.shape[1] + 8
     assert torch.equal(loop.generate_tokens(tokens, mask, 8, ignore_end=True), want)
@@ -209,6 +261,15 @@ def test_the_command_writes_the_same_by_both_paths(capsys):
         assert texts[0] == texts[1] and PROMPTS[1] in texts[0]
         assert re.search(r"30 tokens in [\d.]+ s, [\d.]+ tokens/s; the first after", said[1])
         assert said[1].endswith("cpu, float32, our own loop: no CUDA graph\n")
+
+
+@pytest.mark.parametrize("path", ["generate", "loop"])
+def test_the_command_refuses_beam_search_before_it_prints(tmp_path, capsys, path):
+    folder = shutil.copytree(TINY_FOLDER, tmp_path / "beams")
+    (folder / "generation_config.json").write_text('{"num_beams": 2}')
+    with pytest.raises(SystemExit, match=f"error: {BEAMS}"):
+        command("--model", str(folder), "--prompt", "Once", "--path", path)
+    assert capsys.readouterr().out == f"model: {folder}\n"
 
 
 def test_the_command_bisects_two_paths(capsys):

@@ -21,6 +21,7 @@ from task7 import attention, inference
 from task7.attention import NAME, course_attention, kernel_calls
 from task7.bisection import _origin, bisect, show
 from task7.inference import PROMPT, TINY, ModelWithCustomAttention
+from task7.model import LEAST_TEMPERATURE
 from task7.streaming import Meter, texts_of
 
 PROMPTS = ("Once upon a time there was", "Why?", "One morning, Mira walked to")
@@ -146,6 +147,12 @@ def test_top_p(model):
     assert model.generate("Once upon", 20, 5.0, 0, do_sample=True, seed=1, top_p=1.0) != greedy
 
 
+@pytest.mark.parametrize("temperature", [LEAST_TEMPERATURE, 1e-20])
+def test_the_least_temperature_is_greedy(model, temperature):
+    options = {"temperature": temperature, "do_sample": True, "seed": 1}
+    assert model.generate("Once upon", 20, **options) == model.generate("Once upon", 20)
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -154,10 +161,14 @@ def test_top_p(model):
         ({"max_new_tokens": 1024}, "leaves room for"),
         (
             {"temperature": 0.0, "do_sample": True},
-            "temperature must be above 0 and finite; got 0.0",
+            "temperature must be at least 1e-30 and finite; got 0.0",
         ),
-        ({"temperature": float("nan")}, "temperature must be above 0 and finite; got nan"),
-        ({"temperature": -1.0}, "temperature must be above 0"),
+        ({"temperature": float("nan")}, "temperature must be at least 1e-30 and finite; got nan"),
+        ({"temperature": -1.0}, "temperature must be at least 1e-30"),
+        (
+            {"temperature": 1e-40, "do_sample": True},
+            "temperature must be at least 1e-30 and finite; got 1e-40",
+        ),
         ({"top_k": -1}, "top_k must be at least 0 (0: the whole vocabulary); got -1"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1; got 0.0"),
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1; got 1.5"),
@@ -232,7 +243,7 @@ def test_numbers_and_dtype_reach_the_model(model, capsys):
         (["--prompt", ""], "at least one character"),
         (["--prompt", "\udcff"], "valid Unicode"),
         (["--sample", "--top-p", "2"], "top_p must be above 0 and at most 1; got 2.0"),
-        (["--sample", "--temperature", "0"], "temperature must be above 0"),
+        (["--sample", "--temperature", "0"], "temperature must be at least 1e-30"),
         (["--device", "abacus"], "device must be cpu or cuda; got 'abacus'"),
         (["--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
         (["--bisect", "--prompt", "a", ""], "at least one character"),
