@@ -72,6 +72,8 @@ class Bisection:
         tokens: prompt and new tokens that both chose.
         new: how many of them are new.
         logits: largest difference of the two models' logits over all steps.
+        logits_off: largest error of our logits over all steps, from float64.
+        logits_allowed: what rounding explains of it, as ``Layer.allowed``.
         fork: the first token that differs; None if all agree.
         origin: the first layer and token beyond rounding; None if rounding explains everything.
         layers: errors per layer, in the forward pass of ``origin``; over the whole text where there is none. The last
@@ -81,9 +83,21 @@ class Bisection:
     tokens: list[int]
     new: int
     logits: float
+    logits_off: float
+    logits_allowed: float
     fork: Fork | None
     origin: Origin | None
     layers: list[Layer]
+
+    @property
+    def behind_layers(self) -> bool:
+        """Whether rounding explains the layers, but not the logits or the choice of the first token that differs.
+
+        Two logits that are off by what is allowed exchange places if they are at most twice as far apart.
+        """
+        gap = abs(self.fork.gap_float64) if self.fork else 0.0
+        explained = self.logits_off <= self.logits_allowed and gap <= 2 * self.logits_allowed
+        return self.origin is None and not explained  # NaN is not explained
 
 
 @torch.no_grad()
@@ -127,23 +141,25 @@ def bisect(
     # eager in float64: matrix products and a softmax
     exact_model = copy.deepcopy(reference.model).double()
     exact_model.set_attn_implementation("eager")
-    exact = exact_model(inputs, output_hidden_states=True, logits_to_keep=1)
+    exact = exact_model(inputs, output_hidden_states=True, logits_to_keep=passes)
     del exact_model
 
     my_logits = torch.cat(mine.logits[:passes])
     their_logits = torch.cat(theirs.logits[:passes])
+    exact_logits = exact.logits[0]
     fork = None
     if same < len(chosen):
         a, b = chosen[same]
         gaps = (
             float(logits[b].double() - logits[a].double())
-            for logits in (my_logits[-1], their_logits[-1], exact.logits[0, -1])
+            for logits in (my_logits[-1], their_logits[-1], exact_logits[-1])
         )
         fork = Fork(prompt_len + same, a, b, *gaps)
 
     mine_off = _errors(mine.hidden_states[:passes], exact.hidden_states)
     theirs_off = _errors(theirs.hidden_states[:passes], exact.hidden_states)
-    allowed = FACTOR * theirs_off.amax(1) + torch.finfo(reference.model.dtype).eps
+    eps = torch.finfo(reference.model.dtype).eps
+    allowed = FACTOR * theirs_off.amax(1) + eps
     origin = _origin(~(mine_off <= allowed[:, None]), prompt_len)  # NaN is beyond
     shown = slice(origin.first, origin.last + 1) if origin else slice(None)
     columns = (mine_off[:, shown].amax(1), theirs_off[:, shown].amax(1), allowed)
@@ -151,6 +167,10 @@ def bisect(
         tokens=mine.sequences[0, : prompt_len + same].tolist(),
         new=same,
         logits=(my_logits - their_logits).abs().max().item(),
+        logits_off=(my_logits - exact_logits).abs().max().item(),
+        logits_allowed=(
+            FACTOR * (their_logits - exact_logits).abs().max() + eps * exact_logits.abs().max()
+        ).item(),
         fork=fork,
         origin=origin,
         layers=[Layer(*row) for row in zip(*(c.tolist() for c in columns), strict=True)],
@@ -239,6 +259,11 @@ def show(
     if origin is None:
         where = "largest of all tokens"
         say(f"after every layer the hidden states of {ours} are as exact as rounding allows")
+        if found.behind_layers:
+            say(
+                "the fault lies behind the layers, in the logits or the choice of a token: rounding explains an error "
+                f"of {found.logits_allowed:.3g} in a logit; the largest with {ours} is {found.logits_off:.3g}"
+            )
     else:
         where = f"token {origin.first}"
         if origin.last > origin.first:

@@ -166,7 +166,7 @@ def _bisect(args: argparse.Namespace) -> int:
         found = bisect(ours, reference, prompt, args.max_new_tokens)
         print()
         show(found, ours, Console(), names)
-        beyond_rounding |= found.origin is not None
+        beyond_rounding |= found.origin is not None or found.behind_layers
     return int(beyond_rounding)
 
 

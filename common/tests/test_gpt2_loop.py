@@ -211,7 +211,7 @@ def test_bisect_of_any_two_finds_nothing(paths):
     models = [in_path(path) for path in paths]
     found = bisect(*models, PROMPT, 12)
     assert found.fork is None and found.origin is None and found.new == 12
-    assert 0 < found.logits < 1e-4 and len(found.layers) == 4
+    assert 0 < found.logits < 1e-4 and len(found.layers) == 4 and not found.behind_layers
     assert all(0 < layer.ours <= layer.allowed for layer in found.layers)
 
 
@@ -241,6 +241,35 @@ def test_bisect_names_a_layer_of_the_loop(loop, reference, monkeypatch):
     found = bisect(loop, reference, PROMPT, 20)
     assert found.origin.layer == 2
     assert found.origin.position == found.origin.first == len(loop.encode([PROMPT])[0][0])
+
+
+def wrong_logits(decoder, hidden):
+    choose(decoder, hidden)
+    decoder.logits[:, 7] += 30
+    torch.argmax(decoder.logits, dim=-1, out=decoder.tokens)
+
+
+def wrong_choice(decoder, hidden):
+    choose(decoder, hidden)
+    decoder.tokens.fill_(7)
+
+
+def a_little_off(decoder, hidden):
+    choose(decoder, hidden)
+    decoder.logits[:, 7] += 0.01  # changes no token
+
+
+choose = Gpt2Decoder._choose
+
+
+@pytest.mark.parametrize("wrong", [wrong_logits, wrong_choice, a_little_off])
+def test_bisect_sees_a_fault_behind_the_layers(monkeypatch, capsys, wrong):
+    monkeypatch.setattr(Gpt2Decoder, "_choose", wrong)
+    with pytest.raises(SystemExit) as ended:
+        command("--bisect", "--path", "loop", "--prompt", "Once", "--max-new-tokens", "4")
+    said = capsys.readouterr().out
+    assert ended.value.code == 1 and "the fault lies behind the layers, in the logits or" in said
+    assert ("all tokens agree" in said) == (wrong is a_little_off)
 
 
 # ---- the command

@@ -320,6 +320,7 @@ def test_bisect_finds_nothing(model, reference, cache):
     tokens, mask = model.encode([PROMPT])
     assert found.tokens == model.generate_tokens(tokens, mask, 40)[0].tolist()
     assert 0 < found.logits < 1e-4 and len(found.layers) == 4
+    assert 0 < found.logits_off < found.logits_allowed < 1e-3 and not found.behind_layers
     for layer in found.layers:
         assert 0 < layer.ours <= layer.allowed and 0 < layer.reference < 1e-5
     said = shown(found, model)
@@ -366,7 +367,7 @@ def test_bisect_allows_for_the_dtype(planted):
         for name in (NAME, "sdpa")
     ]
     found = bisect(*models, PROMPT, 10)
-    assert found.origin is None and found.layers[1].allowed > 1e-2
+    assert found.origin is None and found.layers[1].allowed > 1e-2 and not found.behind_layers
     planted(torch.zeros_like)
     assert bisect(*models, PROMPT, 10).origin.layer == 1
 
