@@ -1,9 +1,11 @@
 """Which GPT-2 a name means: one of the Hugging Face hub's, the bundled one, or a folder."""
 
 import json
+import os
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 HUB_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 TINY = "tiny"
@@ -12,6 +14,10 @@ TINY_FOLDER = Path(__file__).parent / "tiny_gpt2"
 # A model on disk has all files of one of these sets.
 _FILES = ("config.json", "model.safetensors", "vocab.json", "merges.txt")
 _FILE_SETS = (_FILES, ("config.json", "model.safetensors", "tokenizer.json"))
+_JSON_FILES = (
+    "config.json", "generation_config.json",
+    "tokenizer.json", "vocab.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json",
+)  # fmt: skip
 _CONNECT_SECONDS = 5
 
 
@@ -33,7 +39,7 @@ def find_model(
     if str(name) == TINY:
         return TINY_FOLDER, f"model: {_tiny()}"
     if str(name) not in HUB_MODELS:
-        return _folder(Path(name)), f"model: {Path(name)}"
+        return _folder(name), f"model: {Path(name)}"
     repo = f"openai-community/{name}"
     folder = _cached(str(name), cache_dir) or _cached(repo, cache_dir)
     if folder:
@@ -49,18 +55,33 @@ def _tiny() -> str:
     return "the bundled tiny GPT-2, which was trained on made-up sentences and knows nothing"
 
 
-def _folder(folder: Path) -> Path:
-    if not folder.is_dir():
+def _folder(name: str | Path) -> Path:
+    folder = Path(name)
+    if not str(name) or not os.path.isdir(folder):  # Path.is_dir fails for a name that is too long
         known = ", ".join((*HUB_MODELS, TINY))
+        shown = str(name) if len(str(name)) <= 200 else f"{str(name)[:197]}..."
         raise ValueError(
-            f"unknown model {str(folder)!r}: known are {known}, or a folder with a GPT-2 in it"
+            f"unknown model {shown!r}: known are {known}, or a folder with a GPT-2 in it"
         )
     if not any(all((folder / file).is_file() for file in files) for files in _FILE_SETS):
-        raise ValueError(f"{folder} has no GPT-2 in it: expected {', '.join(_FILES)}")
-    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+        sets = "; or ".join(map(", ".join, _FILE_SETS))
+        raise ValueError(f"{folder} has no GPT-2 in it: expected {sets}")
+    contents = {file: _object(folder / file) for file in _JSON_FILES if (folder / file).exists()}
+    model_type = contents["config.json"].get("model_type")
     if model_type != "gpt2":
         raise ValueError(f"task 7 runs GPT-2; the model in {folder} is of type {model_type!r}")
     return folder
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; transformers does not name the file in which something else is."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"cannot read {file} as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must be a JSON object; got {type(content).__name__}")
+    return content
 
 
 def _cached(repo: str, cache_dir: str | Path | None) -> Path | None:

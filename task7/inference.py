@@ -4,6 +4,7 @@
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -59,15 +60,27 @@ def run(arguments: Sequence[str] | None, attention: str, description: str) -> No
         parser.error(f"--path and --against are both {args.path}: there is nothing to compare")
     try:
         status = _bisect(args) if args.bisect else _write(args, args.path if ours else "reference")
+        print(end="", flush=True)  # what cannot be written fails here
     except (ValueError, NotEnoughMemory, BuildError, KernelError, torch.OutOfMemoryError) as error:
         sys.exit(f"error: {error}")
     except NotImplementedError as error:
         sys.exit(f"error: task 7 runs on the kernels of tasks 4 and 5: {error}")
+    except BrokenPipeError:  # head, for example, has read enough
+        _drop_output()
+        sys.exit(1)
+    except OSError as error:
+        _drop_output()
+        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
     if status:
         sys.exit(status)
+
+
+def _drop_output() -> None:
+    """Python writes what is left in its buffer at the end, and that would fail, too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser(prog: str, description: str) -> argparse.ArgumentParser:
@@ -147,10 +160,16 @@ def _load(args: argparse.Namespace, *paths: str) -> list[ModelWithCustomAttentio
 def _prompts(args: argparse.Namespace) -> list[str]:
     prompts: list[str] = []
     for prompt in args.prompt or [PROMPT]:
-        if prompt == "-":
-            prompts += [line.rstrip("\n") for line in sys.stdin if line.strip()]
-        else:
+        if prompt != "-":
             prompts.append(prompt)
+            continue
+        lines = [line.rstrip("\n") for line in sys.stdin or () if line.strip()]
+        if not lines:
+            raise ValueError(
+                "--prompt - expects one prompt per line of the standard input; it is "
+                + ("closed" if sys.stdin is None else "empty")
+            )
+        prompts += lines
     return prompts
 
 

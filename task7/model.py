@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GPT2LMHeadModel, GPT2Tokenizer
 from transformers.generation import BaseStreamer
@@ -47,7 +46,8 @@ class ModelWithCustomAttention:
         attention: name of the attention; ``"sdpa"`` or ``"eager"`` for Hugging Face's own.
 
     Raises:
-        ValueError: an unknown name, a model that is not a GPT-2, a download that failed.
+        ValueError: an unknown name, a model that is not a GPT-2, files that are broken, incomplete or do not belong
+            together, a download that failed.
     """
 
     def __init__(
@@ -70,12 +70,19 @@ class ModelWithCustomAttention:
         # attention of the later one.
         try:
             with _no_progress_bar():
-                self.model = GPT2LMHeadModel.from_pretrained(
-                    folder, attn_implementation=attention, dtype=dtype, local_files_only=True
+                self.model, report = GPT2LMHeadModel.from_pretrained(
+                    folder,
+                    attn_implementation=attention,
+                    dtype=dtype,
+                    local_files_only=True,
+                    output_loading_info=True,
                 )
             self.tokenizer = GPT2Tokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise ValueError(f"cannot load the model in {folder}: {error}") from error
+        except Exception as error:  # for what is wrong in its files transformers raises any class
+            raise ValueError(
+                f"cannot load the model in {folder}: {type(error).__name__}: {error}"
+            ) from error
+        self._check_files(folder, sorted(report["missing_keys"]))
         self.model.to(self.device).eval()
         self.tokenizer.padding_side = "left"  # so that the last token of every prompt is its end
         if self.tokenizer.pad_token is None:
@@ -85,6 +92,18 @@ class ModelWithCustomAttention:
         self._loop: Any = None
         self._in_loop = False
         # END STAFF
+
+    def _check_files(self, folder: Path, missing: list[str]) -> None:
+        """ValueError for weights that would be random, and for tokens that have no row of the embeddings."""
+        if missing:
+            raise ValueError(
+                f"the weights in {folder} lack {len(missing)} of the model's, {missing[0]} among them"
+            )
+        most = max(self.tokenizer.get_vocab().values(), default=0)
+        if most >= (vocabulary := self.model.config.vocab_size):
+            raise ValueError(
+                f"the tokenizer in {folder} has ids up to {most}; the model's end at {vocabulary - 1}"
+            )
 
     def use(self, path: str) -> None:
         """Continue texts in another way from now on, with the same weights: ``path`` is one of PATHS.

@@ -2,8 +2,10 @@
 
 import copy
 import io
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from rich.console import Console
-from transformers import AttentionInterface
+from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 
 from common.build import KernelError
 from common.paths import ROOT
@@ -239,7 +241,13 @@ def test_numbers_and_dtype_reach_the_model(model, capsys):
     "arguments, words",
     [
         (["--model", "gpt-17"], "known are gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny"),
-        (["--model", str(ROOT / "task7")], "has no GPT-2 in it"),
+        (
+            ["--model", str(ROOT / "task7")],
+            "has no GPT-2 in it: expected config.json, model.safetensors, vocab.json, merges.txt; "
+            "or config.json, model.safetensors, tokenizer.json",
+        ),
+        (["--model", ""], "unknown model '': known are gpt2"),
+        (["--model", "m" * 5000], "mm...': known are gpt2"),
         (["--prompt", ""], "at least one character"),
         (["--prompt", "\udcff"], "valid Unicode"),
         (["--sample", "--top-p", "2"], "top_p must be above 0 and at most 1; got 2.0"),
@@ -254,12 +262,72 @@ def test_bad_arguments_end_with_a_sentence(arguments, words):
         command(*arguments)
 
 
-def test_a_model_that_cannot_be_read(tmp_path):
-    for file in inference.TINY_FOLDER.glob("*.json"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    with pytest.raises(ValueError, match=f"cannot load the model in {re.escape(str(tmp_path))}"):
-        ModelWithCustomAttention(tmp_path)
+@pytest.fixture
+def folder(tmp_path):
+    return shutil.copytree(inference.TINY_FOLDER, tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "file, content, words",
+    [
+        ("model.safetensors", "no weights", "cannot load the model in {}: SafetensorError: "),
+        ("config.json", "[]", "{}/config.json must be a JSON object; got list"),
+        ("config.json", "{", "cannot read {}/config.json as JSON: Expecting"),
+        ("config.json", b"\xff", "cannot read {}/config.json as JSON: 'utf-8' codec"),
+        ("config.json", "{}", "the model in {} is of type None"),
+        ("config.json", {"n_head": 0}, "cannot load the model in {}: ZeroDivisionError: "),
+        ("config.json", {"n_head": 5}, "cannot load the model in {}: ValueError: "),
+        ("config.json", {"n_layer": 6}, "the weights in {} lack 24 of the model's, transformer.h.4"),
+        ("config.json", {"tie_word_embeddings": False}, "lack 1 of the model's, lm_head.weight among"),
+        ("generation_config.json", "{", "cannot read {}/generation_config.json as JSON"),
+        ("tokenizer.json", "{", "cannot read {}/tokenizer.json as JSON"),
+        ("tokenizer.json", "{}", "cannot load the model in {}: KeyError: "),
+        ("tokenizer_config.json", "null", "{}/tokenizer_config.json must be a JSON object"),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_read(folder, file, content, words):
+    if isinstance(content, dict):  # changes to what is there
+        content = json.dumps(json.loads((folder / file).read_text()) | content)
+    (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=re.escape(words.format(folder))):
+        ModelWithCustomAttention(folder)
+
+
+def test_a_tokenizer_of_another_model(folder, model):
+    config = GPT2Config.from_pretrained(folder, vocab_size=1000)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    most = model.model.config.vocab_size - 1
+    with pytest.raises(ValueError, match=f"has ids up to {most}; the model's end at 999"):
+        ModelWithCustomAttention(folder)
+
+
+@pytest.mark.parametrize(
+    "stdin, words", [(None, "is closed"), (io.StringIO(), "is empty"), (io.StringIO("\n"), "is empty")]
+)  # fmt: skip
+def test_no_prompt_on_the_standard_input(monkeypatch, stdin, words):
+    monkeypatch.setattr("sys.stdin", stdin)
+    with pytest.raises(SystemExit, match=f"per line of the standard input; it {words}"):
+        command("--prompt", "Once", "-")
+
+
+@pytest.mark.parametrize("prompts", [["Once"], ["Once", "Why?"]], ids=["one", "several"])
+@pytest.mark.parametrize("target", ["a pipe", "/dev/full"])
+def test_an_output_that_takes_no_more(prompts, target):
+    if target == "a pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+    elif os.path.exists(target):
+        writer = os.open(target, os.O_WRONLY)
+    else:
+        pytest.skip(f"needs {target}")
+    arguments = ["--model", TINY, "--device", "cpu", "--max-new-tokens", "2", "--prompt", *prompts]
+    done = subprocess.run(
+        [sys.executable, "-m", "task7.inference", *arguments],
+        cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120,
+    )  # fmt: skip
+    os.close(writer)
+    full = "error: [Errno 28] No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, "" if target == "a pipe" else full)
 
 
 def test_help(capsys):
