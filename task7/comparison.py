@@ -86,17 +86,17 @@ class Comparison:
                 that leaves no room for the new tokens.
         """
         if not isinstance(request, dict):
-            raise ValueError(f"expected a JSON object with a prompt; got {_short(request)}")
+            raise ValueError(f"expected a JSON object with a prompt; got {short(request)}")
         known = ("prompt", "sample", *self.numbers)
         if unknown := [name for name in request if name not in known]:
-            raise ValueError(f"unknown field {_short(unknown[0])}; known are {', '.join(known)}")
+            raise ValueError(f"unknown field {short(unknown[0])}; known are {', '.join(known)}")
         prompt, sample = request.get("prompt", ""), request.get("sample", False)
         if not isinstance(prompt, str) or not prompt.strip():
             raise ValueError(
-                f"prompt must be a text with something besides spaces; got {_short(prompt)}"
+                f"prompt must be a text with something besides spaces; got {short(prompt)}"
             )
         if not isinstance(sample, bool):
-            raise ValueError(f"sample must be true or false; got {_short(sample)}")
+            raise ValueError(f"sample must be true or false; got {short(sample)}")
         values = {
             name: _in_range(name, request.get(name, number.default), number)
             for name, number in self.numbers.items()
@@ -220,11 +220,12 @@ def _in_range(name: str, value: Any, number: Number) -> float:
     right = isinstance(value, int if number.whole else (int, float)) and not isinstance(value, bool)
     if not right or not number.least <= value <= number.most:  # NaN is nowhere in between
         raise ValueError(
-            f"{name} must be {kind} from {number.least:g} to {number.most:.12g}; got {_short(value)}"
+            f"{name} must be {kind} from {number.least:g} to {number.most:.12g}; got {short(value)}"
         )
     return value if number.whole else float(value)
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """At most 60 characters of JSON."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from types import FrameType
@@ -30,26 +30,27 @@ import torch
 from common.build import BuildError, KernelError
 from common.dtypes import dtype_name
 from common.memory import NotEnoughMemory
-from task7.comparison import Comparison
+from task7.comparison import Comparison, short
 from task7.find import HUB_MODELS, TINY, find_model
 from task7.model import ModelWithCustomAttention
 
 try:
     import uvicorn
     from starlette.applications import Starlette
+    from starlette.datastructures import Headers
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
 except ModuleNotFoundError as error:
     if __name__ != "__main__":
         raise
     sys.exit(f"error: {error.name} is not installed; make web installs what the page needs")
 
 HOST = "127.0.0.1"  # no other machine can reach it
+HOSTS = (HOST, "localhost")  # what a browser on this machine may call it
 PORT = 8007
 PAGE = Path(__file__).with_suffix(".html")
 DTYPES = {dtype_name(d): d for d in (torch.float32, torch.float16, torch.bfloat16)}
@@ -147,12 +148,26 @@ def make_app(comparison: Comparison) -> Starlette:
             Route("/model", model),
             Route("/generate", generate, methods=["POST"]),
         ],
-        # A page elsewhere whose name was made to mean this machine gets nothing.
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])],
-        exception_handlers={HTTPException: _error, ClientDisconnect: _nobody},
+        middleware=[Middleware(_OwnHost)],
+        exception_handlers={HTTPException: _error, ClientDisconnect: _nobody, Exception: _failure},
     )
     app.state.busy, app.state.generation = busy, None
     return app
+
+
+class _OwnHost:
+    """Lets through what is for this machine: a page elsewhere whose name was made to mean it gets nothing."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] != "lifespan":
+            host = Headers(scope=scope).get("host", "")
+            if host.lower().partition(":")[0] not in HOSTS:
+                app = _refusal(400, f"expected the host {' or '.join(HOSTS)}; got {short(host)}")
+        await app(scope, receive, send)
 
 
 async def _json(request: Request) -> Any:
@@ -174,10 +189,21 @@ async def _json(request: Request) -> Any:
         raise HTTPException(400, f"expected JSON; got something else ({error})") from error
 
 
+def _refusal(status: int, says: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": says}, status, {**HEADERS, **(headers or {})})
+
+
 async def _error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    headers = {**HEADERS, **(error.headers or {})}
-    return JSONResponse({"error": error.detail}, error.status_code, headers)
+    says = error.detail
+    if error.status_code in (404, 405):  # Starlette's own
+        got = f"{request.method} {short(request.url.path)}"
+        says = f"expected GET /, GET /model or POST /generate; got {got}"
+    return _refusal(error.status_code, says, error.headers)
+
+
+async def _failure(request: Request, error: Exception) -> Response:
+    return _refusal(500, f"{type(error).__name__}: {error}")  # its traceback is printed
 
 
 async def _nobody(request: Request, error: Exception) -> Response:

@@ -253,20 +253,41 @@ def test_a_bad_request_is_refused_before_anything_runs(client, stand_in, body, s
 
 
 @pytest.mark.parametrize(
-    "method, path, headers, status",
+    "method, path, headers, status, says",
     [
-        ("POST", "/generate", {"content-type": "text/plain"}, 415),  # what another site's page can send
-        ("POST", "/generate", {}, 415),
-        ("POST", "/generate", JSON | {"host": "elsewhere.example"}, 400),
-        ("GET", "/model", {"host": "elsewhere.example"}, 400),
-        ("GET", "/generate", {}, 405),
-        ("GET", "/web.py", {}, 404),
+        ("POST", "/generate", {"content-type": "text/plain"}, 415, "got text/plain"),  # what another site's page can send
+        ("POST", "/generate", {}, 415, "expected application/json; got no content type"),
+        ("POST", "/generate", JSON | {"host": "elsewhere.example"}, 400, 'got "elsewhere.example"'),
+        ("GET", "/model", {"host": "elsewhere.example"}, 400, "expected the host 127.0.0.1 or localhost; got"),
+        ("GET", "/model", {"host": "localhost.elsewhere.example:80"}, 400, 'got "localhost.elsewhere.example:80"'),
+        ("GET", "/model", {"host": ""}, 400, 'got ""'),
+        ("GET", "/generate", {}, 405, 'expected GET /, GET /model or POST /generate; got GET "/generate"'),
+        ("GET", "/web.py", {}, 404, 'expected GET /, GET /model or POST /generate; got GET "/web.py"'),
+        ("GET", "/" + 900 * "x", {}, 404, "xxx..."),
     ],
 )  # fmt: skip
-def test_what_is_not_the_page_is_refused(client, stand_in, method, path, headers, status):
+def test_what_is_not_the_page_is_refused(client, stand_in, method, path, headers, status, says):
     steps = stand_in([])
     answer = client.request(method, path, content=b'{"prompt": "a"}', headers=headers)
     assert answer.status_code == status and steps.calls == 0 and is_free(client, 0)
+    assert says in answer.json()["error"] and len(answer.json()["error"]) < 250
+    assert answer.headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8007", "127.0.0.1:1"])
+def test_the_names_of_this_machine(client, host):
+    assert client.get("/model", headers={"host": host}).status_code == 200
+
+
+def test_a_failure_before_the_first_token_is_json(comparison, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(comparison, "checked", fail)
+    client = TestClient(web.make_app(comparison), base_url=LOCAL, raise_server_exceptions=False)
+    answer = client.post("/generate", json={"prompt": "a"})
+    assert answer.status_code == 500 and is_free(client, 0)
+    assert answer.json() == {"error": "RuntimeError: the device is gone"}
 
 
 def test_a_second_request_is_refused_while_one_runs(client, stand_in):
