@@ -26,6 +26,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from task4.prefill import fast_attention
 from task5.ladder import append_rope, decode_attention
+from task6.generation.config import HEAD_DIMS
 from task6.generation.graph import GraphedStep
 from task6.generation.persistent import PersistentStep, StepModel
 from task6.generation.product import MAX_ROWS, product
@@ -323,8 +324,8 @@ class _Block(NamedTuple):
 def check_model(config: GPT2Config) -> None:
     """ValueError for a GPT-2 that the loop cannot run: of other heads, activation or scaling of scores."""
     head_dim = config.n_embd // config.n_head
-    if head_dim not in (64, 128, 256):
-        raise ValueError(f"head_dim must be 64, 128 or 256; got {head_dim}")
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")
     if (
         config.activation_function != "gelu_new"
         or not config.scale_attn_weights
