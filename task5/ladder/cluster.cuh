@@ -72,7 +72,7 @@ struct Cluster {
 // How many clusters the GPU holds at once; 0 if that cannot be said.
 template <typename Math>
 static int clusters_at_once(int blocks, int tiles) {
-  constexpr auto kernel = decode_kernel<Math, Cluster>;
+  constexpr auto kernel = decode_kernel<Math, Cluster, false>;  // with pages, as many
   if (allow_shared_memory<kernel, sizeof(Shared<Math, Cluster>)>() || prefer_shared_memory<kernel>() ||
       cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1))
     return 0;

@@ -79,6 +79,41 @@ DEVICE Sequence sequence(const Decode& a, int2 lengths) {
   return s;
 }
 
+// The numbers of a sequence's pages, 64 at a time in a warp's registers: a tile does not wait for them, as the next 32
+// are on their way for as long as these take.
+struct Pages {
+  int b = -1, first;  // of which sequence, and from which of its pages on
+  int now, next;      // this lane's: page first + lane, and 32 further on
+
+  DEVICE void forget() { b = -1; }
+  // All lanes: that page and the 31 behind it are asked for. In a sequence the numbers grow.
+  DEVICE void reach(const Decode& a, int sequence, int len, int number) {
+    const unsigned ahead = number - first;
+    if (b == sequence && ahead < 32) return;
+    if (b == sequence && ahead < 64) {
+      first += 32, now = next;
+    } else {
+      b = sequence, first = number, now = look_up(a, len, 0);
+    }
+    next = look_up(a, len, 32);
+  }
+  DEVICE int operator()(int number) const {  // all lanes, each its own, of those that were reached
+    const int i = number - first;
+    int page = __shfl_sync(~0u, now, i & 31);
+    if (__any_sync(~0u, i >= 32)) {
+      const int other = __shfl_sync(~0u, next, i & 31);
+      if (i >= 32) page = other;
+    }
+    return page;
+  }
+
+ private:
+  DEVICE int look_up(const Decode& a, int len, int further) const {
+    const int number = first + further + threadIdx.x % 32;
+    return number * int(a.page_size.d) < len ? __ldcg(&a.block_table[b * a.table_stride + number]) : -1;
+  }
+};
+
 // Where a warp is in its block's share of the tiles: in a segment, some tiles of one pair.
 struct Walk {
   int b, pair;          // of the sequence's pairs

@@ -30,7 +30,7 @@ struct Shared {
 };
 
 // A warp's keys of the tiles of its block's share, a few tiles ahead of where they are used.
-template <typename Math, typename Sharing>
+template <typename Math, typename Sharing, bool PAGED>
 struct Loader {
   using T = typename Math::T;
   static constexpr int PIECE = 16 / sizeof(T), PIECES = Math::D / PIECE;  // a row is copied in pieces of 16 bytes
@@ -38,24 +38,16 @@ struct Loader {
   static constexpr int GROUPS = (Math::KEYS + 15) / 16;  // 16 keys are never on two pages
   static constexpr int ROWS = Math::KEYS / GROUPS;
   Walk walk;
-  int page[GROUPS];  // of each group of the tile
+  Pages pages;
   bool loading;
   unsigned exists;  // bits GROUPS * i and on: which groups of keys of stage i have a page
 
   DEVICE int key_of(const Decode& a, int group) const {
     return ((walk.s.first + walk.tile) << a.tile_bits) + threadIdx.x / 32 * Math::KEYS + group * ROWS;
   }
-  // The pages of the tile's keys. They are on their way until load() needs them.
+  // The pages of the tile's keys. Numbers that are not known yet are on their way until load() needs them.
   DEVICE void find_pages(const Decode& a) {
-#pragma unroll
-    for (int n = 0; n < GROUPS; ++n) {
-      const int key = key_of(a, n);
-      page[n] = walk.b;
-      if (a.block_table) {
-        const int* table = a.block_table + walk.b * a.table_stride;
-        page[n] = key < walk.s.len ? __ldcg(&table[a.page_size.quotient(key)]) : -1;
-      }
-    }
+    if constexpr (PAGED) pages.reach(a, walk.b, walk.s.len, a.page_size.quotient(key_of(a, 0)));
   }
 
   // Starts copying the next tile, if there is one, to stage `stage`; zeros for what no row sees. Keys and values are a
@@ -70,7 +62,7 @@ struct Loader {
 #pragma unroll
       for (int n = 0; n < GROUPS; ++n) {
         const int key = key_of(a, n);
-        const bool inside = find(a, key, page[n], k[n], v[n]);
+        const bool inside = find(a, key, k[n], v[n]);
         exists |= unsigned(inside) << (GROUPS * stage + n);
         seen_from[n] = walk.s.begin - key, seen_to[n] = inside ? walk.s.len - key : 0;
         copy(stages[stage][0][warp][n * ROWS], k[n], a.k_strides.row, seen_from[n], seen_to[n]);
@@ -94,7 +86,7 @@ struct Loader {
     for (int n = 0; n < GROUPS; ++n) {
       const T *k, *v;
       const int key = key_of(a, n);
-      if (!find(a, key, page[n], k, v)) continue;
+      if (!find(a, key, k, v)) continue;
 #pragma unroll
       for (int i = threadIdx.x % 32; i < ROWS * LINES; i += 32) {
         const int row = i / LINES, byte = i % LINES * LINE;
@@ -107,11 +99,12 @@ struct Loader {
 
  private:
   // Where 16 keys (or fewer) and their values are; whether their page is inside of the pool.
-  DEVICE bool find(const Decode& a, int key, int page, const T*& k, const T*& v) const {
-    const int row = a.block_table ? a.page_size.remainder(key) : key;
-    k = static_cast<const T*>(a.k) + page * a.k_strides.batch + walk.kv_head * a.k_strides.head + row * a.k_strides.row;
-    v = static_cast<const T*>(a.v) + page * a.v_strides.batch + walk.kv_head * a.v_strides.head + row * a.v_strides.row;
-    return !a.block_table || unsigned(page) < unsigned(a.pages);
+  DEVICE bool find(const Decode& a, int key, const T*& k, const T*& v) const {
+    int b = walk.b, row = key;
+    if constexpr (PAGED) b = key < walk.s.len ? pages(a.page_size.quotient(key)) : -1, row = a.page_size.remainder(key);
+    k = static_cast<const T*>(a.k) + b * a.k_strides.batch + walk.kv_head * a.k_strides.head + row * a.k_strides.row;
+    v = static_cast<const T*>(a.v) + b * a.v_strides.batch + walk.kv_head * a.v_strides.head + row * a.v_strides.row;
+    return !PAGED || unsigned(b) < unsigned(a.pages);
   }
   // Where nothing is copied the address is not read.
   static DEVICE void copy(T* to, const T* from, int64_t stride, int seen_from, int seen_to) {
@@ -199,17 +192,21 @@ DEVICE void merge_warps(const Memory& mem, const float* O, int stride, int rows,
   }
 }
 
+// Three of a cluster's blocks are on an SM where that is said; ptxas would go on to a fourth, which spills.
 template <typename Math, typename Sharing>
-__global__ void __launch_bounds__(THREADS) decode_kernel(Decode a) {
+constexpr int FEWEST_ON_AN_SM = !Sharing::SEVERAL_SEGMENTS && Math::D == 64 && sizeof(typename Math::T) == 2 ? 3 : 0;
+
+template <typename Math, typename Sharing, bool PAGED>
+__global__ void __launch_bounds__(THREADS, (FEWEST_ON_AN_SM<Math, Sharing>)) decode_kernel(Decode a) {
   using T = typename Math::T;
   using Memory = Shared<Math, Sharing>;
   constexpr int D = Math::D, ROWS = Math::ROWS, KEYS = Math::KEYS, STAGES = Memory::STAGES;
-  constexpr int GROUPS = Loader<Math, Sharing>::GROUPS;
+  constexpr int GROUPS = Loader<Math, Sharing, PAGED>::GROUPS;
   extern __shared__ __align__(128) uint4 shared[];
   Memory& mem = *reinterpret_cast<Memory*>(shared);
   const int warp = threadIdx.x / 32;
 
-  Loader<Math, Sharing> loader;
+  Loader<Math, Sharing, PAGED> loader;
   Queries<Math> queries;
   Sharing share;
   share.start();
@@ -229,6 +226,7 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(Decode a) {
     }
     queries.load();
     share.read_again(a, loader.walk);
+    loader.pages.forget();
     loader.find_pages(a);
     walk = loader.walk;
     loader.loading = share.any(), loader.exists = 0;
@@ -316,9 +314,9 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(Decode a) {
   }
 }
 
-template <typename Math, typename Sharing>
+template <typename Math, typename Sharing, bool PAGED>
 static cudaError_t launch(Decode a, int blocks, cudaStream_t stream) {
-  constexpr auto kernel = decode_kernel<Math, Sharing>;
+  constexpr auto kernel = decode_kernel<Math, Sharing, PAGED>;
   constexpr int B_c = WARPS * Math::KEYS;
   while (1 << a.tile_bits < B_c) ++a.tile_bits;
   a.row_tiles = Divisor(ceil_div(a.rows, Math::ROWS));
@@ -328,4 +326,8 @@ static cudaError_t launch(Decode a, int blocks, cudaStream_t stream) {
   const int64_t units = int64_t(a.chunks ? a.chunks : tiles) * a.batch * a.kv_heads * a.row_tiles.d;
   const int bytes = Shared<Math, Sharing>::bytes((units + blocks - 1) / blocks * of_a_unit);
   return Sharing::launch(kernel, a, blocks, bytes, stream);
+}
+template <typename Math, typename Sharing>
+static cudaError_t launch(const Decode& a, int blocks, cudaStream_t stream) {
+  return a.block_table ? launch<Math, Sharing, true>(a, blocks, stream) : launch<Math, Sharing, false>(a, blocks, stream);
 }

@@ -164,6 +164,26 @@ def test_pages_outside_of_the_pool_are_not_seen():
     assert torch.equal(none, torch.zeros_like(q))
 
 
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sequences_of_many_pages(rung, head_dim):
+    """More than a warp has in its registers; a page makes no difference to the bits."""
+    torch.manual_seed(new_seed())
+    q = torch.randn(3, 1, 4, head_dim, device=DEVICE).half()
+    k, v = (torch.randn(3, 1808, 2, head_dim, device=DEVICE).half() for _ in "kv")
+    table = torch.randperm(3 * 113, device=DEVICE).int().view(3, 113)
+    pools = [t.new_full((3 * 113, 16, 2, head_dim), math.nan) for t in (k, v)]
+    for pool, t in zip(pools, (k, v), strict=True):
+        pool[table.flatten().long()] = t.reshape(-1, 16, 2, head_dim)
+    for window in (None, 700):
+        given = dict(window=window, rung=rung)
+        given["seqlens_k"] = torch.tensor([1801, 605, 1300], dtype=torch.int32, device=DEVICE)
+        assert torch.equal(
+            decode_attention(q, *pools, block_table=table, **given),
+            decode_attention(q, k, v, **given),
+        )
+
+
 def test_sequences_share_pages():
     q, k, v = torch.randn(2, 1, 2, 64), *torch.randn(2, 3, 16, 2, 64)
     q, k, v = (t.to(DEVICE, torch.float16) for t in (q, k, v))
