@@ -234,12 +234,12 @@ def _plan(
     if rung in CLUSTERS or (rung is None and hopper and call.head_dim < 256):
         # A sequence's result may not depend on the batch, nor on how much room there is.
         fixed = (1, INVARIANT_KEYS) if batch_invariant else (batch, kv_len)
-        of_a_cluster = _of_a_cluster(call, rung or 3, kv_heads, *fixed)
-        blocks = of_a_cluster * batch * _pairs(call, rung or 3, kv_heads)
+        number = rung or (3 if batch_invariant else 4)
+        of_a_cluster = _of_a_cluster(call, number, kv_heads, *fixed)
+        blocks = of_a_cluster * batch * _pairs(call, number, kv_heads)
         alone = blocks <= torch.cuda.get_device_properties(call.device).multi_processor_count
-        number = rung or (3 if batch_invariant or (alone and of_a_cluster >= 4) else 4)
         tiles = -(-kv_len // call.query(number, "keys_of_a_tile")) // of_a_cluster
-        if rung or batch_invariant or not (alone and tiles >= LONGEST):
+        if rung or batch_invariant or not (alone and tiles > LONGEST):
             return _Plan(number, blocks)
     rung = rung or (2 if is_hopper(call.device) else 1)
     tall = call.query(rung, "rows_of_a_pair")
