@@ -19,7 +19,7 @@
 //               blocks as fit at once, and each takes one pair after the other: the warp that loads does not stop
 //
 // The parts of a pair are the leaves of a tree: a block merges its own, a cluster its blocks', and the last cluster the
-// clusters'. Batch-invariant, the keys are cut into as many parts as their number says, however many blocks there are.
+// clusters'. Batch-invariant, the keys are cut into as many parts as a sequence alone has blocks, however many there are.
 constexpr int WARPS = 4;
 #include "dependent_launch.cuh"
 
@@ -155,6 +155,8 @@ extern "C" cudaError_t decode(View q, View k, View v, View out, const int* seqle
     const int grid = of_a_cluster > 1 ? blocks : min(blocks, TWO_FIT<D, N> ? 2 * sms : sms);
     c.buffers = buffers_of<D, N>(ceil_div(ceil_div(c.a.kv_len, KEYS), of_a_pair) * ceil_div(blocks, grid));
     c.block_bits = bits_of(of_a_cluster), c.cluster_bits = bits_of(clusters);
+    c.part_bits = 0;
+    while (c.pairs.d << (c.part_bits + 1) <= ALONE) ++c.part_bits;
     if (cudaError_t error = make_map<T>(&c.k_map, k, 1 << c.box_bits)) return error;
     if (cudaError_t error = make_map<T>(&c.v_map, v, 1 << c.box_bits)) return error;
     return launch_kernel<Arguments>(decode_kernel<T, D, N>, dim3(grid), THREADS + 32,

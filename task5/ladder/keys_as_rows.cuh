@@ -4,7 +4,7 @@
 #include "decode.cuh"
 
 constexpr int MOST_BLOCKS = 16, MOST_CLUSTERS = 8;  // of a cluster, of a pair: powers of two
-constexpr int MANY_TILES = 512;                     // from here on batch-invariant calls have as many parts as blocks
+constexpr int ALONE = 64;  // blocks that share a sequence by itself: a batch-invariant call has a part for each
 constexpr int COMPUTE = 1;                          // the named barrier of the four warps
 
 struct Arguments {
@@ -13,6 +13,7 @@ struct Arguments {
   int box_bits;                   // 1 << box_bits keys are loaded at once
   int buffers;                    // of shared memory: K_j, V_j, K_j+1, ...
   int block_bits, cluster_bits;  // 1 << block_bits blocks of a cluster, 1 << cluster_bits clusters of a pair
+  int part_bits;                 // 1 << part_bits parts of a pair at most, where a call is batch-invariant
   int items;                     // shares of all pairs: a cluster's block has one, a block by itself every so manieth
   Divisor shares, pairs;         // of a pair, of a sequence
 };
@@ -33,7 +34,7 @@ struct Item {
 // next one.
 DEVICE int part_bits(const Arguments& c, const Sequence& s) {
   if (!c.a.chunks) return c.block_bits + c.cluster_bits;
-  return s.tiles >= MANY_TILES ? 7 : max(0, min(4, 30 - __clz(s.tiles)));  // of two tiles at least
+  return max(0, min(c.part_bits, 30 - __clz(s.tiles)));  // of two tiles at least
 }
 DEVICE int first_part(const Arguments& c, int bits, int share) {
   const int shares = c.block_bits + c.cluster_bits;
