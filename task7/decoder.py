@@ -232,12 +232,13 @@ class Gpt2Decoder:
         layers = [
             dict(
                 **block.qkv.named("qkv"), **block.o.named("o"), **block.up.named("up"), **block.down.named("down"),
-                norm_1=block.qkv.norm, norm_2=block.up.norm, k_cache=k_cache, v_cache=v_cache,
+                norm_1=block.qkv.norm, norm_2=block.up.norm,
             )
-            for block, (k_cache, v_cache) in zip(self._blocks, self.cache, strict=True)
+            for block in self._blocks
         ]  # fmt: skip
         return StepModel(
-            layers, t.wte.weight, head.norm, head.w, self.heads, "gelu", self.model.config.layer_norm_epsilon,
+            layers, self.cache[:, 0], self.cache[:, 1], t.wte.weight, head.norm, head.w, self.heads, "gelu",
+            self.model.config.layer_norm_epsilon,
             head_sums=head.row_sums, head_bias=head.bias, positions=t.wpe.weight,
         )  # fmt: skip
 

@@ -157,12 +157,13 @@ class Decoder:
         layers = [
             dict(
                 norm_1=layer.attention_norm, qkv=layer.qkv, o=layer.o, norm_2=layer.mlp_norm, up=layer.gate_up,
-                down=layer.down, k_cache=k_cache, v_cache=v_cache,
+                down=layer.down,
             )
-            for layer, k_cache, v_cache in zip(w.layers, self.k_cache, self.v_cache, strict=True)
+            for layer in w.layers
         ]  # fmt: skip
         return StepModel(
-            layers, w.embedding, w.norm, w.lm_head, c.heads, "swiglu", c.eps, cos=self.cos, sin=self.sin
+            layers, self.k_cache, self.v_cache, w.embedding, w.norm, w.lm_head, c.heads, "swiglu", c.eps, cos=self.cos,
+            sin=self.sin,
         )  # fmt: skip
 
     def _forward(self, tokens: Tensor) -> None:

@@ -12,19 +12,21 @@
 // keys of a kv head, and the last block of a kv head to come merges their parts.
 #include <cuda_runtime.h>
 
+#include <utility>
+
 #include "stream.cuh"
 
-constexpr int SLOT = MOST_UNITS * UNIT * PITCH, SLOTS = 184 * 1024 / SLOT;  // bytes of a stage, and how many fit
+constexpr int SLOT = PIECES * PITCH, SLOTS = 184 * 1024 / SLOT;  // bytes of a stage, and how many fit
+constexpr int IN_FLIGHT = 2;                                     // stages
 
 struct Layer {
   const void *norm_1, *qkv, *qkv_sums, *qkv_bias, *o, *o_bias, *norm_2, *up, *up_sums, *up_bias, *down, *down_bias;
-  void *k_cache, *v_cache;  // (rows, max_seq, kv_heads, head_dim)
 };
 
 struct Shape {
-  int N, K, units, per_stage;
+  int N, K, units, per_stage, pieces;
 };
-constexpr int MOST_HEADS = 4;  // of a group, at a time
+constexpr int MOST_HEADS = 4;  // of a group, that share a read of its keys
 constexpr int MOST_LAYERS = 80;
 enum Which { QKV,
              O,
@@ -38,11 +40,15 @@ struct Model {
   const void *embedding, *positions, *norm, *head, *head_sums, *head_bias;  // positions: null with RoPE
   const float *cos, *sin;                                                   // (max_seq, head_dim / 2), or null
   void *x, *qkv, *o, *inner, *logits;
-  float* partial;            // [item][head of the group][head_dim], and behind all of them m, l
+  CUtensorMap k_map, v_map;
+  void *k_cache, *v_cache;   // (layer_stride layers, max_seq, kv_heads, head_dim): sequence b of a layer is row
+  int layer_stride;          // layer_stride layer + b
+  float* partial;            // [item][its head][head_dim], and behind all of them m, l
   unsigned long long* best;  // of each row of the logits, 0 between launches
-  int *counters, *lengths;   // counters: 2, and one per kv head of a sequence; 0 between launches
+  int *counters, *lengths;   // counters: 2, and one for the items that are merged; 0 between launches
   int64_t* tokens;
   int layer_count, rows, hidden, heads, kv_heads, max_seq, activation, splits;
+  int shared_by, sets;  // query heads of a kv head that share a read of its keys, and how many such sets there are
   float eps, scale;
   Shape shapes[PRODUCTS];
 
@@ -50,7 +56,8 @@ struct Model {
   DEVICE Product product(const Layer& l, int which) const {
     Product p = {};
     const Shape& shape = shapes[which];
-    p.rows = rows, p.N = shape.N, p.K = shape.K, p.units = shape.units, p.per_stage = shape.per_stage, p.eps = eps;
+    p.rows = rows, p.N = shape.N, p.K = shape.K, p.units = shape.units, p.per_stage = shape.per_stage;
+    p.pieces = shape.pieces, p.eps = eps;
     p.w_stride = p.x_stride = shape.K, p.out_stride = p.residual_stride = shape.N;
     if (which == QKV) p.x = x, p.norm = l.norm_1, p.w = l.qkv, p.row_sums = l.qkv_sums, p.bias = l.qkv_bias;
     if (which == QKV) p.out = qkv;
@@ -68,12 +75,20 @@ struct Model {
 
 template <int X_ROWS, int D>
 struct Memory {
-  float O[WARPS][MOST_HEADS][D];
-  float2 ml[WARPS][MOST_HEADS];
+  struct Parts {  // of the warps, in attention
+    float O[WARPS][MOST_HEADS][D];
+    float2 ml[WARPS][MOST_HEADS];
+  };
+  union {
+    Parts parts;
+    alignas(128) XMemory<X_ROWS, X_ROWS == 1 ? 16 : X_ROWS <= 4 ? 8
+                                                                : 3> x;  // in products
+  };
   unsigned long long best[X_ROWS];
   bool last;
   Layer layers[MOST_LAYERS];  // of the model, a copy
-  alignas(128) Shared<X_ROWS> ring;
+  int lengths[X_ROWS];        // a copy too: the last block of all changes them while others may still read
+  alignas(1024) Shared<X_ROWS> ring;
 };
 
 // ---- All blocks meet: what they wrote before is visible after. The warps that load have no part in it.
@@ -84,6 +99,10 @@ DEVICE int load_acquire(const int* from) {
   return value;
 }
 
+DEVICE void add_release(int* to, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
 struct Grid {
   int* counter;
   int target = 0;
@@ -92,8 +111,7 @@ struct Grid {
     meet();
     if (threadIdx.x == 0) {
       target += gridDim.x;
-      __threadfence();
-      atomicAdd(counter, 1);
+      add_release(counter, 1);
       while (load_acquire(counter) < target) {
       }
     }
@@ -118,18 +136,17 @@ struct alignas(16) Vector {
   T x[N];
 };
 
-// Elements e to e + N - 1 of a head, rotated by its position, as they are in the cache.
-template <typename T, int D, int N>
-DEVICE Vector<T, N> rotated(const Model& m, const T* head, int e, int position) {
-  Vector<T, N> own = *reinterpret_cast<const Vector<T, N>*>(head + e);
-  if (!m.cos) return own;
-  const bool left = e < D / 2;
-  const Vector<T, N> other = *reinterpret_cast<const Vector<T, N>*>(head + (left ? e + D / 2 : e - D / 2));
-  const float *cos = m.cos + int64_t(position) * (D / 2) + e % (D / 2), *sin = m.sin + (cos - m.cos);
+template <typename T, int N>
+DEVICE Vector<T, N> load_vector(const T* from) { return *reinterpret_cast<const Vector<T, N>*>(from); }
+
+// Elements e to e + N - 1 of a head, rotated; `other`: those that stand half a head away; left: in its first half.
+template <typename T, int N>
+DEVICE Vector<T, N> rotated(Vector<T, N> own, const Vector<T, N>& other, const Vector<float, N>& cos,
+                            const Vector<float, N>& sin, bool left) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const float x = to_float(own.x[n]), y = to_float(other.x[n]);
-    own.x[n] = from_float<T>(x * cos[n] + (left ? -y : y) * sin[n]);
+    own.x[n] = from_float<T>(x * cos.x[n] + (left ? -y : y) * sin.x[n]);
   }
   return own;
 }
@@ -166,147 +183,198 @@ struct Part {
   }
 };
 
-// Keys that a block has at least, where a sequence is shared among several: what two steps of its warps take.
-template <typename T, int D>
-constexpr int FEWEST_KEYS = 2 * WARPS * 4 * (32 * 16 / int(sizeof(T)) / D);
-template <typename T, int D>
-DEVICE int splits_of(const Model& m, int len) { return min(m.splits, ceil_div(len, FEWEST_KEYS<T, D>)); }
+// ---- Attention. Keys and values come through the ring, tile by tile, like weights: they are on their way before q is.
 
-// HEADS of a group at a time, and as many keys as keep the memory busy.
-template <typename T, int HEADS, int X_ROWS, int D>
-DEVICE void attend(const Model& m, const Layer& layer, Memory<X_ROWS, D>& mem) {
-  constexpr int N = 16 / sizeof(T), LANES = D / N, AT_ONCE = 32 / LANES;  // of a key; keys of a warp
-  constexpr int AT_A_TIME = 8;                                            // parts
-  constexpr int AHEAD = HEADS == 1 ? 4 : 2;                               // of AT_ONCE keys
+// A tile has so many keys that a warp takes four steps for it: K, and behind it V, fill a stage.
+template <typename T, int D>
+constexpr int KEYS = 4 * WARPS * (32 * 16 / int(sizeof(T)) / D);
+template <typename T, int D>
+constexpr int TILE = KEYS<T, D> * D * int(sizeof(T));  // bytes
+
+// A share of a sequence's keys, for some query heads of a kv head.
+template <typename T, int D>
+struct Item {
+  int pair, split, splits;            // the items of a pair are merged
+  int b, kv_head, head, heads, set;   // heads from `head` on
+  int len, begin, end;                // keys: with the new one, and this item's
+
+  DEVICE Item(const Model& m, const int* lengths, int i) {
+    pair = i / m.splits, split = i - pair * m.splits;
+    const int kv_and_b = pair / m.sets, group = m.heads / m.kv_heads;
+    set = pair - kv_and_b * m.sets, b = kv_and_b / m.kv_heads, kv_head = kv_and_b - b * m.kv_heads;
+    head = kv_head * group + set * m.shared_by, heads = min(m.shared_by, group - set * m.shared_by);
+    len = lengths[b] + 1;
+    const int tiles = ceil_div(len, KEYS<T, D>);
+    splits = min(m.splits, tiles);
+    begin = tiles * split / splits * KEYS<T, D>;
+    end = split < splits ? min(len, tiles * (split + 1) / splits * KEYS<T, D>) : begin;
+  }
+};
+DEVICE int items_of(const Model& m) { return m.rows * m.kv_heads * m.sets * m.splits; }
+
+template <typename T, int X_ROWS, int D>
+DEVICE void load_keys(const Model& m, const int* lengths, int layer, Shared<X_ROWS>& mem, Stage& stage) {
+  // One warp keys, one values.
+  static_assert(LOADERS == 2 && 2 * TILE<T, D> <= SLOT);
+  const int loader = threadIdx.x / 32 % LOADERS;
+  for (int i = blockIdx.x; i < items_of(m); i += gridDim.x) {
+    const Item<T, D> item(m, lengths, i);
+    for (int key = item.begin; key < item.end; key += KEYS<T, D>) {
+      if (threadIdx.x % 32 == 0) {
+        wait_until_free(mem, stage);
+        mbarrier_arrive_expect(&mem.full[stage.index], TILE<T, D>);
+        tma_load(stage.at(mem.stages) + loader * TILE<T, D>, loader ? &m.v_map : &m.k_map, &mem.full[stage.index], key,
+                 item.kv_head, layer * m.layer_stride + item.b);
+      }
+      stage.next();
+    }
+  }
+}
+
+template <typename T, int X_ROWS, int D>
+DEVICE void attend(const Model& m, int layer, Memory<X_ROWS, D>& mem, Stage& stage) {
+  constexpr int N = 16 / sizeof(T), LANES = D / N, AT_ONCE = 32 / LANES, TILE_STEPS = 4;  // AT_ONCE keys of a warp
+  constexpr int AT_A_TIME = 8;                                                            // parts
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, e = lane % LANES * N;
-  const int group = m.heads / m.kv_heads, pairs = m.rows * m.kv_heads, items = pairs * m.splits;
-  const int64_t row_stride = m.kv_heads * D;
-  float2* partial_ml = reinterpret_cast<float2*>(m.partial + int64_t(items) * group * D);
+  float2* partial_ml = reinterpret_cast<float2*>(m.partial + int64_t(items_of(m)) * m.shared_by * D);
   const float scale = m.scale * 1.44269504f;  // log2(e)
 
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const int pair = item / m.splits, split = item - pair * m.splits, b = pair / m.kv_heads, kv = pair - b * m.kv_heads;
-    const int len = m.lengths[b] + 1, splits = splits_of<T, D>(m, len);
-    if (split >= splits) continue;
-    const int begin = int64_t(len) * split / splits, end = int64_t(len) * (split + 1) / splits;
-    const T* heads = static_cast<const T*>(m.qkv) + int64_t(b) * (m.heads + 2 * m.kv_heads) * D;
-    const T *new_k = heads + (m.heads + kv) * D, *new_v = heads + (m.heads + m.kv_heads + kv) * D;
-    const int64_t first = b * int64_t(m.max_seq) * row_stride + kv * D;
-    T *k_cache = static_cast<T*>(layer.k_cache) + first, *v_cache = static_cast<T*>(layer.v_cache) + first;
-
-    for (int h_0 = 0; h_0 < group; h_0 += HEADS) {
-      Vector<T, N> k[AHEAD], v[AHEAD], next_k[AHEAD], next_v[AHEAD];
-      const auto fetch = [&](int j_0, Vector<T, N>(&k)[AHEAD], Vector<T, N>(&v)[AHEAD]) {
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-          const int j = j_0 + i * WARPS * AT_ONCE;
-          k[i] = v[i] = {};
-          if (j >= end) continue;
-          if (j == len - 1) {  // the new one
-            k[i] = rotated<T, D, N>(m, new_k, e, j), v[i] = *reinterpret_cast<const Vector<T, N>*>(new_v + e);
-            *reinterpret_cast<Vector<T, N>*>(k_cache + j * row_stride + e) = k[i];
-            *reinterpret_cast<Vector<T, N>*>(v_cache + j * row_stride + e) = v[i];
-          } else {
-            k[i] = *reinterpret_cast<const Vector<T, N>*>(k_cache + j * row_stride + e);
-            v[i] = *reinterpret_cast<const Vector<T, N>*>(v_cache + j * row_stride + e);
-          }
-        }
-      };
-      const int own = begin + warp * AT_ONCE + lane / LANES;
-      fetch(own, next_k, next_v);
-      Vector<T, N> q[HEADS];
-      Part<N> part[HEADS];
-#pragma unroll
-      for (int h = 0; h < HEADS; ++h) {
-        q[h] = {};
-        if (h_0 + h < group) q[h] = rotated<T, D, N>(m, heads + (kv * group + h_0 + h) * D, e, len - 1);
-      }
-#pragma unroll 1
-      for (int done = 0; begin + done < end; done += AHEAD * WARPS * AT_ONCE) {
-        const int j_0 = own + done;
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) k[i] = next_k[i], v[i] = next_v[i];
-        fetch(j_0 + AHEAD * WARPS * AT_ONCE, next_k, next_v);
-#pragma unroll
-        for (int h = 0; h < HEADS; ++h) {
-          float S[AHEAD];
-#pragma unroll
-          for (int i = 0; i < AHEAD; ++i) {
-            S[i] = 0.0f;
-#pragma unroll
-            for (int n = 0; n < N; ++n) S[i] = fmaf(to_float(q[h].x[n]), to_float(k[i].x[n]), S[i]);
-          }
-#pragma unroll
-          for (int step = LANES / 2; step > 0; step /= 2) {
-#pragma unroll
-            for (float& sum : S) sum += __shfl_xor_sync(~0u, sum, step);
-          }
-#pragma unroll
-          for (int i = 0; i < AHEAD; ++i) S[i] = j_0 + i * WARPS * AT_ONCE < end ? S[i] * scale : -INFINITY;
-          part[h].add(S, v);
-        }
-      }
-#pragma unroll
-      for (int h = 0; h < HEADS; ++h) {
-#pragma unroll
-        for (int step = LANES; step < 32; step *= 2) {
-          float O[N];
-#pragma unroll
-          for (int n = 0; n < N; ++n) O[n] = __shfl_xor_sync(~0u, part[h].O[n], step);
-          const float other_m = __shfl_xor_sync(~0u, part[h].m, step), l = __shfl_xor_sync(~0u, part[h].l, step);
-          part[h].merge(other_m, l, O);
-        }
-        if (lane >= LANES) continue;
-#pragma unroll
-        for (int n = 0; n < N; ++n) mem.O[warp][h][e + n] = part[h].O[n];
-        if (lane == 0) mem.ml[warp][h] = make_float2(part[h].m, part[h].l);
-      }
-      meet();  // the warps' parts complete
-      for (int i = threadIdx.x; i < min(HEADS, group - h_0) * D; i += COMPUTE) {
-        const int h = i / D, column = i % D, head = h_0 + h;
-        Part<1> all;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) all.merge(mem.ml[w][h].x, mem.ml[w][h].y, {mem.O[w][h][column]});
-        if (splits == 1) {
-          T* out = static_cast<T*>(m.o) + (int64_t(b) * m.heads + kv * group + head) * D;
-          out[column] = from_float<T>(all.O[0] / all.l);
-        } else {
-          const int64_t slot = int64_t(item) * group + head;
-          __stcg(&m.partial[slot * D + column], all.O[0]);
-          if (column == 0) __stcg(&partial_ml[slot], make_float2(all.m, all.l));
-        }
-      }
-      meet();  // the warps' parts consumed
+  for (int i = blockIdx.x; i < items_of(m); i += gridDim.x) {
+    const Item<T, D> item(m, mem.lengths, i);
+    if (item.split >= item.splits) continue;
+    // All that comes from the phase before, at once: it comes from L2.
+    const T* heads = static_cast<const T*>(m.qkv) + int64_t(item.b) * (m.heads + 2 * m.kv_heads) * D + e;
+    const bool left = e < D / 2;
+    Vector<float, N> cos, sin;
+    if (m.cos) {
+      const int64_t at = int64_t(item.len - 1) * (D / 2) + e % (D / 2);
+      cos = load_vector<float, N>(m.cos + at), sin = load_vector<float, N>(m.sin + at);
     }
-    if (splits == 1) continue;
+    Vector<T, N> q[MOST_HEADS], other[MOST_HEADS];
+#pragma unroll
+    for (int h = 0; h < MOST_HEADS; ++h) {
+      const T* from = heads + (item.head + min(h, item.heads - 1)) * D;
+      q[h] = load_vector<T, N>(from), other[h] = load_vector<T, N>(from + (left ? D / 2 : -D / 2));
+    }
+    const T *new_k = heads + (m.heads + item.kv_head) * D, *new_v = new_k + m.kv_heads * D;
+    Vector<T, N> k_of_new = load_vector<T, N>(new_k);
+    const Vector<T, N> other_k = load_vector<T, N>(new_k + (left ? D / 2 : -D / 2)), v_of_new = load_vector<T, N>(new_v);
+    if (m.cos) {
+#pragma unroll
+      for (int h = 0; h < MOST_HEADS; ++h) q[h] = rotated<T, N>(q[h], other[h], cos, sin, left);
+      k_of_new = rotated<T, N>(k_of_new, other_k, cos, sin, left);
+    }
 
-    __threadfence();  // this thread's parts are visible to all blocks before the block is counted
-    meet();
+    Part<N> part[MOST_HEADS];
+#pragma unroll 1
+    for (int first = item.begin; first < item.end; first += KEYS<T, D>) {
+      mbarrier_wait(&mem.ring.full[stage.index], stage.parity);
+      const uint8_t* tile = stage.at(mem.ring.stages);
+      Vector<T, N> k[TILE_STEPS], v[TILE_STEPS];
+#pragma unroll
+      for (int s = 0; s < TILE_STEPS; ++s) {
+        // Rows of 128 bytes, 16 of them by their row, as TMA stores a tile; what is past the end may be anything.
+        const int row = (s * WARPS + warp) * AT_ONCE + lane / LANES, part_of_row = e * int(sizeof(T)) / 128;
+        const int chunk = e * int(sizeof(T)) / 16 % 8, j = first + row;
+        const uint8_t* at = tile + (part_of_row * KEYS<T, D> + row) * 128 + (chunk ^ row % 8) * 16;
+        k[s] = *reinterpret_cast<const Vector<T, N>*>(at);
+        v[s] = {};
+        if (j < item.end) v[s] = *reinterpret_cast<const Vector<T, N>*>(at + TILE<T, D>);
+        if (j != item.len - 1 || j >= item.end) continue;
+        k[s] = k_of_new, v[s] = v_of_new;
+        if (item.set > 0) continue;
+        const int64_t row_of_new = (int64_t(layer) * m.layer_stride + item.b) * m.max_seq + j;
+        const int64_t place = (row_of_new * m.kv_heads + item.kv_head) * D + e;
+        *reinterpret_cast<Vector<T, N>*>(static_cast<T*>(m.k_cache) + place) = k_of_new;
+        *reinterpret_cast<Vector<T, N>*>(static_cast<T*>(m.v_cache) + place) = v_of_new;
+      }
+#pragma unroll
+      for (int h = 0; h < MOST_HEADS; ++h) {
+        if (h >= item.heads) break;
+        float S[TILE_STEPS];
+#pragma unroll
+        for (int s = 0; s < TILE_STEPS; ++s) {
+          S[s] = 0.0f;
+#pragma unroll
+          for (int n = 0; n < N; ++n) S[s] = fmaf(to_float(q[h].x[n]), to_float(k[s].x[n]), S[s]);
+        }
+#pragma unroll
+        for (int step = LANES / 2; step > 0; step /= 2) {
+#pragma unroll
+          for (float& sum : S) sum += __shfl_xor_sync(~0u, sum, step);
+        }
+#pragma unroll
+        for (int s = 0; s < TILE_STEPS; ++s) {
+          const int row = (s * WARPS + warp) * AT_ONCE + lane / LANES;
+          S[s] = first + row < item.end ? S[s] * scale : -INFINITY;
+        }
+        part[h].add(S, v);
+      }
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(&mem.ring.empty[stage.index]);
+      stage.next();
+    }
+#pragma unroll
+    for (int h = 0; h < MOST_HEADS; ++h) {
+      if (h >= item.heads) break;
+#pragma unroll
+      for (int step = LANES; step < 32; step *= 2) {
+        float O[N];
+#pragma unroll
+        for (int n = 0; n < N; ++n) O[n] = __shfl_xor_sync(~0u, part[h].O[n], step);
+        const float other_m = __shfl_xor_sync(~0u, part[h].m, step), l = __shfl_xor_sync(~0u, part[h].l, step);
+        part[h].merge(other_m, l, O);
+      }
+      if (lane >= LANES) continue;
+#pragma unroll
+      for (int n = 0; n < N; ++n) mem.parts.O[warp][h][e + n] = part[h].O[n];
+      if (lane == 0) mem.parts.ml[warp][h] = make_float2(part[h].m, part[h].l);
+    }
+    meet();  // the warps' parts complete
+    T* out = static_cast<T*>(m.o) + (int64_t(item.b) * m.heads + item.head) * D;
+    for (int n = threadIdx.x; n < item.heads * D; n += COMPUTE) {
+      const int h = n / D, column = n % D;
+      Part<1> all;
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) all.merge(mem.parts.ml[w][h].x, mem.parts.ml[w][h].y, {mem.parts.O[w][h][column]});
+      if (item.splits == 1) {
+        out[n] = from_float<T>(all.O[0] / all.l);
+      } else {
+        const int64_t slot = int64_t(i) * m.shared_by + h;
+        __stcg(&m.partial[slot * D + column], all.O[0]);
+        if (column == 0) __stcg(&partial_ml[slot], make_float2(all.m, all.l));
+      }
+    }
+    meet();  // the warps' parts consumed, and the block's written
+    if (item.splits == 1) continue;
+
     if (threadIdx.x == 0) {
-      int* counter = &m.counters[2 + pair];
-      mem.last = atomicAdd(counter, 1) == splits - 1;
+      int* counter = &m.counters[2 + item.pair];
+      __threadfence();  // the block's parts are visible to all blocks before it is counted
+      mem.last = atomicAdd(counter, 1) == item.splits - 1;
       if (mem.last) *counter = 0;  // for the next layer
       __threadfence();             // the other blocks' parts are read after the count
     }
     meet();
     if (!mem.last) continue;
-    for (int i = threadIdx.x; i < group * D; i += COMPUTE) {
-      const int head = i / D, column = i % D;
+    for (int n = threadIdx.x; n < item.heads * D; n += COMPUTE) {
+      const int h = n / D, column = n % D;
       Part<1> all;
-      for (int first = 0; first < splits; first += AT_A_TIME) {
+      for (int first = 0; first < item.splits; first += AT_A_TIME) {
         float2 ml[AT_A_TIME];
         float O[AT_A_TIME];
 #pragma unroll
-        for (int n = 0; n < AT_A_TIME; ++n) {
-          const int64_t slot = (int64_t(pair) * m.splits + min(first + n, splits - 1)) * group + head;
-          ml[n] = __ldcg(&partial_ml[slot]), O[n] = __ldcg(&m.partial[slot * D + column]);
+        for (int k = 0; k < AT_A_TIME; ++k) {
+          const int64_t split = int64_t(item.pair) * m.splits + min(first + k, item.splits - 1);
+          const int64_t slot = split * m.shared_by + h;
+          ml[k] = __ldcg(&partial_ml[slot]), O[k] = __ldcg(&m.partial[slot * D + column]);
         }
 #pragma unroll
-        for (int n = 0; n < AT_A_TIME; ++n) {
-          if (first + n < splits) all.merge(ml[n].x, ml[n].y, {O[n]});
+        for (int k = 0; k < AT_A_TIME; ++k) {
+          if (first + k < item.splits) all.merge(ml[k].x, ml[k].y, {O[k]});
         }
       }
-      static_cast<T*>(m.o)[(int64_t(b) * m.heads + kv * group + head) * D + column] = from_float<T>(all.O[0] / all.l);
+      out[n] = from_float<T>(all.O[0] / all.l);
     }
   }
 }
@@ -320,27 +388,20 @@ DEVICE unsigned long long rank_of(float logit, int column) {
 template <typename T, int X_ROWS, int D, typename Math>
 DEVICE void compute_step(const Model& m, Memory<X_ROWS, D>& mem, Stage stage) {
   Grid grid = {m.counters};
-  const auto nothing = [](int, int, float) {};
   if (threadIdx.x < X_ROWS) mem.best[threadIdx.x] = 0;
   embed<T>(m);
   grid.meet_all();
-  for (int i = 0; i < m.layer_count; ++i) {
-    const Layer& layer = mem.layers[i];
-    compute<T, X_ROWS, Math>(m.product<T>(layer, QKV), mem.ring, stage, nothing);
+  for (int i = 0, which = QKV;; which < DOWN ? ++which : (++i, which = i < m.layer_count ? QKV : HEAD)) {
+    compute<T, X_ROWS, Math>(m.product<T>(mem.layers[i], which), mem.ring, mem.x, stage, [&](int row, int column, float sum) {
+      const unsigned long long rank = which == HEAD ? rank_of(sum, column) : 0;
+      if (rank > *static_cast<volatile unsigned long long*>(&mem.best[row])) atomicMax(&mem.best[row], rank);
+    });
+    if (which == HEAD) break;
     grid.meet_all();
-    if (m.heads == m.kv_heads)
-      attend<T, 1>(m, layer, mem);
-    else
-      attend<T, MOST_HEADS>(m, layer, mem);
+    if (which > QKV) continue;
+    attend<T>(m, i, mem, stage);
     grid.meet_all();
-    for (int which = O; which <= DOWN; ++which) {
-      compute<T, X_ROWS, Math>(m.product<T>(layer, which), mem.ring, stage, nothing);
-      grid.meet_all();
-    }
   }
-  compute<T, X_ROWS, Math>(m.product<T>({}, HEAD), mem.ring, stage, [&](int row, int column, float logit) {
-    atomicMax(&mem.best[row], rank_of(logit, column));
-  });
   meet();  // the block's best are known
   if (threadIdx.x < m.rows) atomicMax(&m.best[threadIdx.x], mem.best[threadIdx.x]);
   __threadfence();
@@ -355,24 +416,44 @@ DEVICE void compute_step(const Model& m, Memory<X_ROWS, D>& mem, Stage stage) {
   }
 }
 
+// ---- The warps that load
+
+DEVICE void to_L2(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
+
+// What else a product takes from memory is in L2 by then: the memory's queue is long while weights are read.
+template <typename T>
+DEVICE void prefetch_beside(const Product& p) {
+  constexpr int EACH = 128 / sizeof(T);  // a line
+  const int own = (threadIdx.x - COMPUTE) * EACH, k = blockIdx.x * 32 * LOADERS * EACH + own;
+  const int n = p.first_unit(blockIdx.x) * UNIT + own;
+  if (p.norm && k < p.K) to_L2(static_cast<const T*>(p.norm) + k);
+  if (n >= min(p.N, p.first_unit(blockIdx.x + 1) * UNIT)) return;
+  if (p.bias) to_L2(static_cast<const T*>(p.bias) + n);
+  if (p.row_sums) to_L2(static_cast<const T*>(p.row_sums) + n);
+}
+
 template <typename T, int X_ROWS, int D>
 DEVICE void load_step(const Model& m, Memory<X_ROWS, D>& mem, Stage stage) {
-  for (int i = 0; i < m.layer_count; ++i) {
-    for (int which = QKV; which <= DOWN; ++which)
-      load_weights<T>(m.product<T>(mem.layers[i], which), mem.ring, stage);
+  for (int i = 0, which = QKV;; which < DOWN ? ++which : (++i, which = i < m.layer_count ? QKV : HEAD)) {
+    const Product p = m.product<T>(mem.layers[i], which);
+    prefetch_beside<T>(p);
+    load_weights<T>(p, mem.ring, stage);
+    if (which == QKV) load_keys<T, X_ROWS, D>(m, mem.lengths, i, mem.ring, stage);
+    if (which == HEAD) break;
   }
-  load_weights<T>(m.product<T>({}, HEAD), mem.ring, stage);
 }
 
 template <typename T, int X_ROWS, int D, typename Math>
 __global__ void __launch_bounds__(THREADS, 1) step_kernel(const __grid_constant__ Model m) {
-  extern __shared__ __align__(128) uint8_t raw[];
+  extern __shared__ __align__(1024) uint8_t raw[];
   auto& mem = *reinterpret_cast<Memory<X_ROWS, D>*>(raw);
   constexpr int ADDRESSES = sizeof(Layer) / sizeof(void*);
   for (int i = threadIdx.x; i < m.layer_count * ADDRESSES; i += THREADS)
     reinterpret_cast<const void**>(mem.layers)[i] = reinterpret_cast<const void* const*>(m.layers)[i];
+  if (threadIdx.x < m.rows) mem.lengths[threadIdx.x] = m.lengths[threadIdx.x];
+  if (threadIdx.x == COMPUTE) tma_prefetch(&m.k_map), tma_prefetch(&m.v_map);
   start(mem.ring, SLOTS);
-  Stage stage = {SLOTS, SLOT};
+  Stage stage = {SLOTS, SLOT, IN_FLIGHT};
   if (__shfl_sync(~0u, threadIdx.x / 32, 0) < WARPS) {
     compute_step<T, X_ROWS, D, Math>(m, mem, stage);
   } else {
@@ -398,11 +479,17 @@ static cudaError_t launch(Model& m, int blocks, cudaStream_t stream) {
   constexpr int bytes = sizeof(Memory<X_ROWS, D>) + SLOTS * SLOT;
   static_assert(bytes <= 227 * 1024, "a block has at most 227 KiB of shared memory");
   if (cudaError_t error = allow_shared_memory<kernel, bytes>()) return error;
+  const int layers_rows = m.layer_stride * (m.layer_count - 1) + m.rows;
+  const Strides cache = {int64_t(m.max_seq) * m.kv_heads * D, int64_t(m.kv_heads) * D, D};
+  for (auto [map, data] : {std::pair(&m.k_map, m.k_cache), std::pair(&m.v_map, m.v_cache)}) {
+    if (cudaError_t error = make_tensor_map<T>(map, data, cache, layers_rows, m.max_seq, m.kv_heads, D, KEYS<T, D>))
+      return error;
+  }
   for (Shape& shape : m.shapes) {
     Product p = {};
     p.N = shape.N;
     p.share(blocks, Math::UNITS);
-    shape.units = p.units, shape.per_stage = p.per_stage;
+    shape.units = p.units, shape.per_stage = p.per_stage, shape.pieces = p.pieces;
   }
   return launch_together(kernel, blocks, bytes, stream, m);
 }
@@ -410,20 +497,23 @@ static cudaError_t launch(Model& m, int blocks, cudaStream_t stream) {
 template <typename T, int D>
 static cudaError_t launch(Model& m, int blocks, cudaStream_t stream) {
   if constexpr (sizeof(T) == 2) {
-    return launch<T, 8, D, TensorCores<T, 8>>(m, blocks, stream);
+    return m.rows <= 1   ? launch<T, 1, D, TensorCores<T, 1>>(m, blocks, stream)
+           : m.rows <= 4 ? launch<T, 4, D, TensorCores<T, 4>>(m, blocks, stream)
+                         : launch<T, 8, D, TensorCores<T, 8>>(m, blocks, stream);
   } else {
-    return m.rows == 1   ? launch<T, 1, D, CudaCores<1, STEPS>>(m, blocks, stream)
-           : m.rows <= 4 ? launch<T, 4, D, CudaCores<4, STEPS>>(m, blocks, stream)
-                         : launch<T, 8, D, CudaCores<8, 0>>(m, blocks, stream);
+    return m.rows <= 1   ? launch<T, 1, D, CudaCores<1>>(m, blocks, stream)
+           : m.rows <= 4 ? launch<T, 4, D, CudaCores<4>>(m, blocks, stream)
+                         : launch<T, 8, D, CudaCores<8>>(m, blocks, stream);
   }
 }
 
-// layers: (layers, 14) addresses in the order of Layer; blocks: no more than fit at once, one on each SM.
+// layers: (layers, 12) addresses in the order of Layer; k_cache, v_cache: the first layer's (batch, max_seq, kv_heads,
+// head_dim), and the next layer's layer_stride sequences behind it; blocks: no more than fit at once, one on each SM.
 extern "C" cudaError_t step(const void* layers, int layer_count, View embedding, const void* positions,
                             const void* norm, View head, const void* head_sums, const void* head_bias, const float* cos,
                             const float* sin, View x, View qkv, View o, View inner, void* logits, float* partial,
-                            void* best, int* counters, int* lengths, int64_t* tokens, int heads, int kv_heads,
-                            int head_dim, int max_seq, int activation, int splits, float eps, float scale, int blocks,
+                            void* best, int* counters, int* lengths, int64_t* tokens, View k_cache, View v_cache,
+                            int layer_stride, int heads, int activation, int splits, float eps, float scale, int blocks,
                             int dtype, cudaStream_t stream) {
   Model m = {};
   m.layers = static_cast<const Layer*>(layers), m.layer_count = layer_count;
@@ -431,7 +521,11 @@ extern "C" cudaError_t step(const void* layers, int layer_count, View embedding,
   m.head = head.data, m.head_sums = head_sums, m.head_bias = head_bias, m.cos = cos, m.sin = sin;
   m.x = x.data, m.qkv = qkv.data, m.o = o.data, m.inner = inner.data, m.logits = logits, m.partial = partial;
   m.best = static_cast<unsigned long long*>(best), m.counters = counters, m.lengths = lengths, m.tokens = tokens;
-  m.rows = x.sizes[0], m.hidden = x.sizes[1], m.heads = heads, m.kv_heads = kv_heads, m.max_seq = max_seq;
+  m.k_cache = k_cache.data, m.v_cache = v_cache.data, m.layer_stride = layer_stride;
+  m.rows = x.sizes[0], m.hidden = x.sizes[1], m.max_seq = k_cache.sizes[1];
+  m.heads = heads, m.kv_heads = k_cache.sizes[2];
+  const int group = heads / m.kv_heads, head_dim = k_cache.sizes[3];
+  m.shared_by = min(group, MOST_HEADS), m.sets = ceil_div(group, MOST_HEADS);
   m.activation = activation, m.splits = splits, m.eps = eps, m.scale = scale;
   const int attention = heads * head_dim, wide = inner.sizes[1];
   m.shapes[QKV] = {int(qkv.sizes[1]), m.hidden}, m.shapes[O] = {m.hidden, attention};

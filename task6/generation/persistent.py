@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from common.build import Kernels, dtype_code
+from common.inputs import describe
 from task5.ladder.call import is_hopper
 from task6.generation.product import ACTIVATIONS
 
 MAX_ROWS = 8
 MAX_LAYERS = 80
 HEAD_DIMS = (64, 128)
+MOST_HEADS = 4  # of a group, that share a read of its keys
 FEWEST_KEYS = 32  # of a block
 LAYER = (
     "norm_1", "qkv", "qkv_sums", "qkv_bias", "o", "o_bias", "norm_2", "up", "up_sums", "up_bias", "down", "down_bias",
-    "k_cache", "v_cache",
 )  # fmt: skip
 _KERNELS = Kernels(__file__, "persistent.cu")  # Hopper alone
 
@@ -29,7 +30,8 @@ class StepModel:
     Attributes:
         layers: tensors by the names of LAYER; those that a model does not have are missing. Matrices are ``(N, K)``,
             and with SwiGLU ``up`` has the rows of gate, then those of up. ``*_sums`` make a norm a layer norm, as in
-            :func:`task6.generation.product.product`. Caches are ``(batch, max_seq, kv_heads, head_dim)``.
+            :func:`task6.generation.product.product`.
+        k_cache, v_cache: ``(layers, batch, max_seq, kv_heads, head_dim)``, each layer's part contiguous.
         embedding: ``(vocab, hidden)``.
         norm, head: ``(hidden,)`` and ``(vocab, hidden)``; head_sums, head_bias: ``(vocab,)``, or None.
         heads: query heads.
@@ -40,6 +42,8 @@ class StepModel:
     """
 
     layers: Sequence[Mapping[str, Tensor | None]]
+    k_cache: Tensor
+    v_cache: Tensor
     embedding: Tensor
     norm: Tensor
     head: Tensor
@@ -78,7 +82,8 @@ class PersistentStep:
         blocks: int | None = None,
     ) -> None:
         first, rows = model.layers[0], len(lengths)
-        (_, max_seq, kv_heads, head_dim), hidden = first["k_cache"].shape, model.embedding.shape[1]
+        k_cache, v_cache = model.k_cache, model.v_cache
+        (_, _, max_seq, kv_heads, head_dim), hidden = k_cache.shape, model.embedding.shape[1]
         if not 1 <= rows <= MAX_ROWS:
             raise ValueError(f"a persistent step takes from 1 to {MAX_ROWS} sequences; got {rows}")
         if blocks is None and not is_hopper(lengths.device):
@@ -94,14 +99,25 @@ class PersistentStep:
         place = dict(device=lengths.device, dtype=model.embedding.dtype)
         tensors = [t for layer in model.layers for t in layer.values()]
         tensors += [model.embedding, model.norm, model.head, model.head_sums, model.head_bias]
+        tensors += [k_cache[0], v_cache[0]]
         for t in [t for t in (*tensors, model.positions) if t is not None]:
             if not t.is_contiguous() or (t.dtype, t.device) != (place["dtype"], place["device"]):
                 raise ValueError(
                     "a persistent step takes contiguous tensors of one dtype and device"
                 )
+            if t.dim() > 1 and (t.shape[-1] * t.element_size() % 16 or t.data_ptr() % 16):
+                raise ValueError(
+                    f"rows of a matrix must begin at multiples of 16 bytes; got {describe(t)}"
+                )
         if blocks is None:
             blocks = torch.cuda.get_device_properties(lengths.device).multi_processor_count
-        pairs = rows * kv_heads
+        if k_cache.stride() != v_cache.stride() or k_cache.stride(0) % k_cache.stride(1):
+            raise ValueError(
+                "layers of k_cache and v_cache must be whole sequences apart, as far in both; got strides"
+                f" {k_cache.stride()} and {v_cache.stride()}"
+            )
+        shared_by = min(model.heads // kv_heads, MOST_HEADS)
+        pairs = rows * kv_heads * math.ceil(model.heads // kv_heads / MOST_HEADS)
         splits = max(1, min(blocks // pairs, math.ceil(max_seq / FEWEST_KEYS)))
         wide = first["up"].shape[0] // (2 if model.activation == "swiglu" else 1)
         addresses = [
@@ -119,11 +135,11 @@ class PersistentStep:
             head_sums=model.head_sums, head_bias=model.head_bias, cos=model.cos, sin=model.sin,
             x=buffer(hidden), qkv=buffer(first["qkv"].shape[0]), o=buffer(model.heads * head_dim),
             inner=buffer(wide), logits=logits,
-            partial=torch.empty(pairs * splits * model.heads // kv_heads * (head_dim + 2), device=lengths.device),
+            partial=torch.empty(pairs * splits * shared_by * (head_dim + 2), device=lengths.device),
             best=torch.zeros(rows, dtype=torch.int64, device=lengths.device),
             counters=torch.zeros(2 + pairs, dtype=torch.int32, device=lengths.device), lengths=lengths, tokens=tokens,
-            heads=model.heads, kv_heads=kv_heads, head_dim=head_dim, max_seq=max_seq,
-            activation=ACTIVATIONS.index(model.activation), splits=splits, eps=model.eps,
+            k_cache=k_cache[0], v_cache=v_cache[0], layer_stride=k_cache.stride(0) // k_cache.stride(1),
+            heads=model.heads, activation=ACTIVATIONS.index(model.activation), splits=splits, eps=model.eps,
             scale=1 / math.sqrt(head_dim), blocks=blocks, dtype=dtype_code(place["dtype"]),
         )  # fmt: skip
 

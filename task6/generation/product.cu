@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(THREADS) tensor_core_kernel(Arguments p) {
           uint4 b = k < p.K && row < p.rows ? *reinterpret_cast<const uint4*>(x + row * p.x_stride + k) : uint4{};
           if (p.norm) {
             of_x[c].template add<T>(b);
-            b = make_uint4(scaled<T>(b.x, by.x), scaled<T>(b.y, by.y), scaled<T>(b.z, by.z), scaled<T>(b.w, by.w));
+            b = scaled<T>(b, by);
           }
           mma_m16n8k16<T>(sum[c], {a_0[i].x, a_8[i].x, a_0[i].y, a_8[i].y}, {b.x, b.y}, sum[c]);
           mma_m16n8k16<T>(sum[c], {a_0[i].z, a_8[i].z, a_0[i].w, a_8[i].w}, {b.z, b.w}, sum[c]);

@@ -32,21 +32,18 @@ inline Arguments make_arguments(const View& x, const View& w, const void* norm, 
 }
 
 template <typename T>
-DEVICE float2 two(uint32_t bits) {
-  const union {
-    uint32_t bits;
-    T values[2];
-  } u = {bits};
-  return make_float2(to_float(u.values[0]), to_float(u.values[1]));
-}
+union Vector16 {  // 16 bytes
+  uint4 bits;
+  T values[16 / sizeof(T)];
+};
+// x * norm, rounded as the plain model rounds it.
 template <typename T>
-DEVICE uint32_t scaled(uint32_t pair, uint32_t by) {  // both products, rounded as the plain model rounds x * norm
-  const float2 x = two<T>(pair), y = two<T>(by);
-  const union {
-    T values[2];
-    uint32_t bits;
-  } u = {{from_float<T>(x.x * y.x), from_float<T>(x.y * y.y)}};
-  return u.bits;
+DEVICE uint4 scaled(const uint4& x, const uint4& by) {
+  Vector16<T> a = {x};
+  const Vector16<T> b = {by};
+#pragma unroll
+  for (int i = 0; i < int(16 / sizeof(T)); ++i) a.values[i] = from_float<T>(to_float(a.values[i]) * to_float(b.values[i]));
+  return a.bits;
 }
 
 // The sums of a row of x and of its squares.
@@ -56,7 +53,11 @@ struct Moments {
   DEVICE void add(float2 x) { sum += x.x + x.y, squares += x.x * x.x + x.y * x.y; }
   DEVICE void add(float4 x) { add(make_float2(x.x, x.y)), add(make_float2(x.z, x.w)); }
   template <typename T>
-  DEVICE void add(uint4 x) { add(two<T>(x.x)), add(two<T>(x.y)), add(two<T>(x.z)), add(two<T>(x.w)); }
+  DEVICE void add(const uint4& x) {
+    const Vector16<T> v = {x};
+#pragma unroll
+    for (int i = 0; i < int(16 / sizeof(T)); i += 2) add(make_float2(to_float(v.values[i]), to_float(v.values[i + 1])));
+  }
   DEVICE void add(const Moments& other) { sum += other.sum, squares += other.squares; }
   DEVICE void add_lanes(int step) {
     sum += __shfl_xor_sync(~0u, sum, step), squares += __shfl_xor_sync(~0u, squares, step);
@@ -64,16 +65,15 @@ struct Moments {
 };
 
 // What column n of a row of out takes beside the sum over k.
+template <typename T>
 struct Beside {
-  float row_sum, bias, residual;
+  T row_sum, bias, residual;  // as loaded: nothing waits for them yet
 };
 template <typename T>
-DEVICE Beside load_beside(const Arguments& p, int row, int n) {
-  Beside found = {};
-  if (p.row_sums) found.row_sum = to_float(static_cast<const T*>(p.row_sums)[n]);
-  if (p.bias) found.bias = to_float(static_cast<const T*>(p.bias)[n]);
-  if (p.residual) found.residual = to_float(static_cast<const T*>(p.residual)[row * p.residual_stride + n]);
-  return found;
+DEVICE Beside<T> load_beside(const Arguments& p, int row, int n) {
+  const T zero = from_float<T>(0.0f);
+  return {p.row_sums ? static_cast<const T*>(p.row_sums)[n] : zero, p.bias ? static_cast<const T*>(p.bias)[n] : zero,
+          p.residual ? static_cast<const T*>(p.residual)[row * p.residual_stride + n] : zero};
 }
 
 // Column n of a row of out, from the sum over k; with SwiGLU of gate, and `up` of up. The norm's factor is applied
@@ -81,14 +81,14 @@ DEVICE Beside load_beside(const Arguments& p, int row, int n) {
 // rounds. Returns what was written.
 template <typename T>
 DEVICE float write(const Arguments& p, int row, int n, float sum, float up, const Moments& moments,
-                   const Beside& beside) {
+                   const Beside<T>& beside) {
   if (p.norm) {
     const float mean = p.row_sums ? moments.sum / p.K : 0.0f;
     const float factor = 1.0f / sqrtf(moments.squares / p.K - mean * mean + p.eps);
-    sum -= mean * beside.row_sum;
+    sum -= mean * to_float(beside.row_sum);
     sum *= factor, up *= factor;
   }
-  sum += beside.bias;
+  sum += to_float(beside.bias);
   if (p.activation == SWIGLU) {
     sum = to_float(from_float<T>(sum));
     sum = sum / (1.0f + expf(-sum)) * to_float(from_float<T>(up));
@@ -96,7 +96,7 @@ DEVICE float write(const Arguments& p, int row, int n, float sum, float up, cons
     sum = to_float(from_float<T>(sum));
     sum = 0.5f * sum * (1.0f + tanhf(0.7978845608f * (sum + 0.044715f * sum * sum * sum)));  // sqrt(2 / pi)
   }
-  if (p.residual) sum = to_float(from_float<T>(sum)) + beside.residual;
+  if (p.residual) sum = to_float(from_float<T>(sum)) + to_float(beside.residual);
   const T rounded = from_float<T>(sum);
   static_cast<T*>(p.out)[row * p.out_stride + n] = rounded;
   return to_float(rounded);

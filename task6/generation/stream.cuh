@@ -12,13 +12,13 @@
 // One warp issues a copy in 30 ns: of 1 KiB, two of them ask for more than the memory has.
 constexpr int WARPS = 8, LOADERS = 2, COMPUTE = 32 * WARPS, THREADS = COMPUTE + 32 * LOADERS;
 constexpr int UNIT = 8, MOST_UNITS = 4;          // rows of w of a unit; units of a stage at most
-constexpr int BYTES = 1024, PITCH = BYTES + 64;  // of a row in a stage: lanes of a quarter-warp read different banks
-constexpr int ROWS = UNIT * MOST_UNITS / LOADERS;  // of a stage, of a warp that loads
-constexpr int STEPS = BYTES / (64 * WARPS);        // of a stage: in each a warp has 64 bytes of a row
+constexpr int BYTES = 1024, PITCH = BYTES + 64;  // of a piece of a row: lanes of a quarter-warp read different banks
+constexpr int PIECES = UNIT * MOST_UNITS;        // of a stage: of fewer rows it has more of each
+constexpr int STEPS = BYTES / (64 * WARPS);      // of a piece: in each a warp has 64 bytes of a row
 constexpr int MOST_STAGES = 20;
 
 struct Product : Arguments {
-  int units, per_stage;  // of w; of a stage
+  int units, per_stage, pieces;  // of w; of a stage; of a row in a stage
 
   // With SwiGLU the first four rows of a unit are gate's, the others up's.
   DEVICE int row_of(int unit, int r) const {
@@ -31,24 +31,25 @@ struct Product : Arguments {
   __host__ __device__ void share(int blocks, int most) {
     units = ceil_div(N, UNIT);
     const int of_a_block = ceil_div(units, blocks);
-    per_stage = ceil_div(of_a_block, ceil_div(of_a_block, most));
+    per_stage = ceil_div(of_a_block, ceil_div(of_a_block, most)), pieces = MOST_UNITS / per_stage;
   }
-  DEVICE int first_unit(int block) const { return int64_t(units) * block / gridDim.x; }
+  DEVICE int first_unit(int block) const { return units * block / int(gridDim.x); }
 };
 
 template <int X_ROWS>
 struct Shared {
   uint64_t full[MOST_STAGES], empty[MOST_STAGES];
-  struct Sums {  // of the warps
-    float part[WARPS][X_ROWS][MOST_UNITS * UNIT + 1];
-    Moments moments[WARPS][X_ROWS];
-  } sums[2];  // a pass's, while the pass before is finished
-  alignas(128) uint8_t stages[];
+  // Of the warps: a pass's sums, while the pass before is finished.
+  using Sums = float[WARPS][X_ROWS][MOST_UNITS * UNIT + 1];
+  Sums sums[2];
+  Moments moments[WARPS][X_ROWS];
+  alignas(1024) uint8_t stages[];  // as TMA needs it
 };
 
 // Where a warp is in the ring of stages.
 struct Stage {
   int stages, bytes;  // how many; of one
+  int in_flight;      // so many are on their way at a time: of more, all that the others ask for would queue behind them
   int index = 0, parity = 0;
 
   DEVICE uint8_t* at(uint8_t* first) const { return first + index * bytes; }
@@ -56,6 +57,14 @@ struct Stage {
     if (++index == stages) index = 0, parity ^= 1;
   }
 };
+
+// One lane: the stage may be loaded.
+template <int X_ROWS>
+DEVICE void wait_until_free(Shared<X_ROWS>& mem, const Stage& stage) {
+  const int before = stage.index - stage.in_flight, i = before < 0 ? before + stage.stages : before;
+  mbarrier_wait(&mem.full[i], before < 0 ? stage.parity ^ 1 : stage.parity);
+  mbarrier_wait(&mem.empty[stage.index], stage.parity ^ 1);
+}
 
 template <int X_ROWS>
 DEVICE void start(Shared<X_ROWS>& mem, int stages) {
@@ -78,21 +87,22 @@ DEVICE void copy_row(void* to, const void* from, int bytes, uint64_t* barrier) {
 template <typename T, int X_ROWS>
 DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage) {
   constexpr int CHUNK = BYTES / sizeof(T);
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % LOADERS * ROWS + lane;
-  const int last = p.first_unit(blockIdx.x + 1);
+  const int lane = threadIdx.x % 32, rows = p.per_stage * UNIT, each = rows * p.pieces / LOADERS;
+  const int piece = threadIdx.x / 32 % LOADERS * each + lane;
+  const int row = piece % rows, of_row = piece / rows, last = p.first_unit(blockIdx.x + 1);
   for (int unit = p.first_unit(blockIdx.x); unit < last; unit += p.per_stage) {
     const int own = unit + row / UNIT;
-    const bool loads = lane < ROWS && row / UNIT < min(p.per_stage, last - unit) && p.has_row(own, row % UNIT);
-    const int number = __popc(__ballot_sync(~0u, loads));
+    const bool has = lane < each && own < last && p.has_row(own, row % UNIT);
     const T* from = static_cast<const T*>(p.w) + p.row_of(own, row % UNIT) * p.w_stride;
-    for (int k = 0; k < p.K; k += CHUNK) {
-      const int bytes = min(CHUNK, p.K - k) * int(sizeof(T));
+    for (int first = 0; first < p.K; first += p.pieces * CHUNK) {
+      const int k = first + of_row * CHUNK, bytes = has ? max(0, min(CHUNK, p.K - k)) * int(sizeof(T)) : 0;
+      const int all = __reduce_add_sync(~0u, bytes);
       if (lane == 0) {
-        mbarrier_wait(&mem.empty[stage.index], stage.parity ^ 1);
-        mbarrier_arrive_expect(&mem.full[stage.index], number * bytes);
+        wait_until_free(mem, stage);
+        mbarrier_arrive_expect(&mem.full[stage.index], all);
       }
       __syncwarp();
-      if (loads) copy_row(stage.at(mem.stages) + row * PITCH, from + k, bytes, &mem.full[stage.index]);
+      if (bytes > 0) copy_row(stage.at(mem.stages) + piece * PITCH, from + k, bytes, &mem.full[stage.index]);
       stage.next();
     }
   }
@@ -101,141 +111,91 @@ DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage) {
 // ---- The warps that compute. Lane g = lane / 4, t = lane % 4 has row g of each unit, and in each step the 16 bytes
 // from 16 (4 warp + t) on.
 
-// In 16 bits: m16n8k16 with rows of x as the 16 rows and a unit as the 8 columns. A lane has 8 neighbours in k where a
-// fragment has 2, and 2 that are 8 apart: the sum over k has no order, so both operands are taken in the same other
-// one.
+// In 16 bits: m16n8k16, with weights as the 16 rows. A lane has 8 neighbours in k of one row where a fragment has 2 of
+// rows g and g + 8, and 2 that are 8 apart: the sum over k has no order, so its first and third pair are those of row
+// g, the others of g + 8. The 8 columns are 4 rows of x, twice: once as row g needs them, once as g + 8 does.
 template <typename T, int X_ROWS>
 struct TensorCores {
-  static constexpr int UNITS = MOST_UNITS;
-  static constexpr int AHEAD = STEPS;  // so many steps before they are needed, columns of x are on their way
-  static constexpr int H = (X_ROWS + 7) / 8;
-  struct X {
-    uint4 x[H], by;
-  };
-  float sum[UNITS][4];
-  Moments moments[H];
+  static constexpr int UNITS = MOST_UNITS, GROUPS = ceil_div(X_ROWS, 4);
+  float sum[UNITS][GROUPS][4];
 
   DEVICE void start() {
 #pragma unroll
-    for (auto& of_unit : sum) of_unit[0] = of_unit[1] = of_unit[2] = of_unit[3] = 0.0f;
+    for (auto& of_unit : sum)
 #pragma unroll
-    for (Moments& of_row : moments) of_row = {};
-  }
-  DEVICE static X load_x(const Product& p, int k) {  // of this lane; zeros past the end
-    const int g = threadIdx.x % 32 / 4;
-    X found;
-#pragma unroll
-    for (int h = 0; h < H; ++h) {
-      const T* from = static_cast<const T*>(p.x) + (8 * h + g) * p.x_stride + k;
-      found.x[h] = k < p.K && 8 * h + g < p.rows ? *reinterpret_cast<const uint4*>(from) : uint4{};
-    }
-    found.by = p.norm && k < p.K ? *reinterpret_cast<const uint4*>(static_cast<const T*>(p.norm) + k) : uint4{};
-    return found;
+      for (auto& s : of_unit) s[0] = s[1] = s[2] = s[3] = 0.0f;
   }
   // w: this lane's 16 bytes of the first unit's row. What is past the end of k there is anything.
-  DEVICE void add(const Product& p, const X& of_k, const uint8_t* w, int units, int k) {
-    uint4 x[H];
-#pragma unroll
-    for (int h = 0; h < H; ++h) x[h] = of_k.x[h];
-    if (p.norm) {
-      const uint4& by = of_k.by;
-#pragma unroll
-      for (int h = 0; h < H; ++h) {
-        moments[h].template add<T>(x[h]);
-        x[h] = make_uint4(scaled<T>(x[h].x, by.x), scaled<T>(x[h].y, by.y), scaled<T>(x[h].z, by.z),
-                          scaled<T>(x[h].w, by.w));
-      }
-    }
-    const uint4 zero = {}, &a = x[0], &a_8 = H == 2 ? x[H - 1] : zero;
+  DEVICE void add(const uint8_t (*x)[64], const uint8_t* w, int units, bool inside) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    uint4 a[UNITS];
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
-      if (u >= units) break;
-      const uint4 b = k < p.K ? *reinterpret_cast<const uint4*>(w + u * UNIT * PITCH) : zero;
-      mma_m16n8k16<T>(sum[u], {a.x, a_8.x, a.y, a_8.y}, {b.x, b.y}, sum[u]);
-      mma_m16n8k16<T>(sum[u], {a.z, a_8.z, a.w, a_8.w}, {b.z, b.w}, sum[u]);
+      a[u] = {};
+      if (u < units && inside) a[u] = *reinterpret_cast<const uint4*>(w + u * UNIT * PITCH);
+    }
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i) {  // of no row: anything
+      const uint4 b = *reinterpret_cast<const uint4*>(x[min(4 * i + g % 4, X_ROWS - 1)] + 16 * t);
+      const uint32_t first = g < 4 ? b.x : b.y, second = g < 4 ? b.z : b.w;
+#pragma unroll
+      for (int u = 0; u < UNITS; ++u)
+        mma_m16n8k16<T>(sum[u][i], {a[u].x, a[u].y, a[u].z, a[u].w}, {first, second}, sum[u][i]);
     }
   }
-  DEVICE void put(typename Shared<X_ROWS>::Sums& mem, int warp) {
+  DEVICE void put(float (*part)[UNITS * UNIT + 1]) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-    for (int h = 0; h < H; ++h) {
-      moments[h].add_lanes(1), moments[h].add_lanes(2);
-      if (8 * h + g >= X_ROWS) continue;
-      if (t == 0) mem.moments[warp][8 * h + g] = moments[h];
+    for (int u = 0; u < UNITS; ++u) {
 #pragma unroll
-      for (int u = 0; u < UNITS; ++u) {
+      for (int i = 0; i < GROUPS; ++i) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) mem.part[warp][8 * h + g][UNIT * u + 2 * t + i] = sum[u][2 * h + i];
+        for (int n = 0; n < 2; ++n) {
+          const float whole = sum[u][i][n] + __shfl_xor_sync(~0u, sum[u][i][2 + n], 2);
+          if (t < 2 && 4 * i + 2 * t + n < X_ROWS) part[4 * i + 2 * t + n][UNIT * u + g] = whole;
+        }
       }
     }
   }
 };
 
 // In fp32, on CUDA cores: row g of each unit with all rows of x.
-template <int X_ROWS, int STEPS_AHEAD>
+template <int X_ROWS>
 struct CudaCores {
-  static constexpr int AHEAD = X_ROWS <= 4 ? STEPS_AHEAD : 0;
-  static constexpr int UNITS = AHEAD ? MOST_UNITS : 2;  // there are registers for no more
-  struct X {
-    float4 x[X_ROWS], by;
-  };
+  static constexpr int UNITS = X_ROWS <= 4 ? MOST_UNITS : 2;  // there are registers for no more
   float sum[UNITS][X_ROWS];
-  Moments moments[X_ROWS];
 
   DEVICE void start() {
 #pragma unroll
-    for (int row = 0; row < X_ROWS; ++row) {
-      moments[row] = {};
+    for (auto& of_unit : sum)
 #pragma unroll
-      for (int u = 0; u < UNITS; ++u) sum[u][row] = 0.0f;
-    }
+      for (float& s : of_unit) s = 0.0f;
   }
-  DEVICE static X load_x(const Product& p, int k) {
-    X found;
-#pragma unroll
-    for (int row = 0; row < X_ROWS; ++row) {
-      const float* from = static_cast<const float*>(p.x) + row * p.x_stride + k;
-      found.x[row] = k < p.K && row < p.rows ? *reinterpret_cast<const float4*>(from) : float4{};
-    }
-    found.by = p.norm && k < p.K ? *reinterpret_cast<const float4*>(static_cast<const float*>(p.norm) + k) : float4{};
-    return found;
-  }
-  DEVICE void add(const Product& p, const X& of_k, const uint8_t* w, int units, int k) {
-    if (k >= p.K) return;
-    float4 x[X_ROWS];
-#pragma unroll
-    for (int row = 0; row < X_ROWS; ++row) x[row] = of_k.x[row];
-    if (p.norm) {
-      const float4& by = of_k.by;
-#pragma unroll
-      for (int row = 0; row < X_ROWS; ++row) {
-        float4& b = x[row];
-        moments[row].add(b);
-        b.x *= by.x, b.y *= by.y, b.z *= by.z, b.w *= by.w;
-      }
-    }
+  DEVICE void add(const uint8_t (*x)[64], const uint8_t* w, int units, bool inside) {
+    const int t = threadIdx.x % 4;
+    float4 a[UNITS];
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
-      if (u >= units) break;
-      const float4 a = *reinterpret_cast<const float4*>(w + u * UNIT * PITCH);
+      a[u] = {};
+      if (u < units && inside) a[u] = *reinterpret_cast<const float4*>(w + u * UNIT * PITCH);
+    }
 #pragma unroll
-      for (int row = 0; row < X_ROWS; ++row) {
-        const float4& b = x[row];
-        sum[u][row] = fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, sum[u][row]))));
-      }
+    for (int row = 0; row < X_ROWS; ++row) {
+      const float4 b = *reinterpret_cast<const float4*>(x[row] + 16 * t);
+#pragma unroll
+      for (int u = 0; u < UNITS; ++u)
+        sum[u][row] = fmaf(a[u].x, b.x, fmaf(a[u].y, b.y, fmaf(a[u].z, b.z, fmaf(a[u].w, b.w, sum[u][row]))));
     }
   }
-  DEVICE void put(typename Shared<X_ROWS>::Sums& mem, int warp) {
+  DEVICE void put(float (*part)[MOST_UNITS * UNIT + 1]) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int row = 0; row < X_ROWS; ++row) {
-      moments[row].add_lanes(1), moments[row].add_lanes(2);  // the same in the lanes of all g
-      if (threadIdx.x % 32 == 0) mem.moments[warp][row] = moments[row];
 #pragma unroll
       for (int u = 0; u < UNITS; ++u) {
         float of_row = sum[u][row];
         of_row += __shfl_xor_sync(~0u, of_row, 1), of_row += __shfl_xor_sync(~0u, of_row, 2);
-        if (t == 0) mem.part[warp][row][UNIT * u + g] = of_row;
+        if (t == 0) part[row][UNIT * u + g] = of_row;
       }
     }
   }
@@ -256,8 +216,9 @@ struct Place {
 };
 
 // The warps' sums of some units become columns of out. use(row, column, value) sees them. `beside` is the first one's.
-template <typename T, typename Sums, typename Use>
-DEVICE void finish(const Product& p, const Sums& mem, int thread, int unit, int units, Beside beside, Use use) {
+template <typename T, int X_ROWS, typename Use>
+DEVICE void finish(const Product& p, const Shared<X_ROWS>& mem, int pass, int thread, int unit, int units,
+                   Beside<T> beside, Use use) {
   for (int i = thread; i < units * UNIT * p.rows; i += COMPUTE) {
     const Place at(p, i, unit, units);
     if (!at.any(p)) continue;
@@ -266,57 +227,140 @@ DEVICE void finish(const Product& p, const Sums& mem, int thread, int unit, int 
     Moments moments = {};
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) {
-      sum += mem.part[warp][at.row][at.column];
-      if (p.activation == SWIGLU) up += mem.part[warp][at.row][at.column + 4];
-      moments.add(mem.moments[warp][at.row]);
+      sum += mem.sums[pass % 2][warp][at.row][at.column];
+      if (p.activation == SWIGLU) up += mem.sums[pass % 2][warp][at.row][at.column + 4];
+      if (p.norm) moments.add(mem.moments[warp][at.row]);
     }
     use(at.row, at.n, write<T>(p, at.row, at.n, sum, up, moments, beside));
   }
 }
 
+// x on its way to shared memory: each warp has the columns that it multiplies. If it has room for all of them they
+// stay, or a few pieces are ahead, again for each pass.
+template <int X_ROWS, int PIECES>
+using XMemory = uint8_t[WARPS][PIECES][STEPS][X_ROWS][64];
+
+template <typename T, int X_ROWS, int PIECES>
+struct XRing {
+  using Piece = uint8_t[STEPS][X_ROWS][64];
+  static constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS, GROUPS = ceil_div(X_ROWS, 4);
+  static_assert(STEPS == 2, "eight lanes have a row");
+
+  Piece* own;
+  int pieces, unseen;     // of a row, and of them, those that were not yet taken
+  bool stay;
+  int left, to = 0, at;   // pieces to ask for; where the next one goes, and where the one that was taken last is
+  int next_k, next_norm;  // this lane's first column of the piece that is asked for next, and of norm
+  uint4 norm = {};        // this lane's 16 bytes, for the piece that is taken next
+  Moments moments[GROUPS] = {};  // of this lane's columns of every fourth row
+
+  DEVICE XRing(const Product& p, XMemory<X_ROWS, PIECES>& mem, int passes) : own(mem[threadIdx.x / 32]) {
+    pieces = unseen = ceil_div(p.K, CHUNK), stay = pieces <= PIECES;
+    left = stay ? pieces : passes * pieces, at = (stay ? pieces : PIECES) - 1;
+    next_k = next_norm = first_k();
+    for (int i = 0; i < PIECES - 1; ++i) ask(p);
+    load_norm(p);
+  }
+  // A lane has 16 bytes of every fourth row.
+  static DEVICE int step() { return threadIdx.x / 4 % STEPS; }
+  static DEVICE int first_k() {
+    const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
+    return step() * STEP + warp * (STEP / WARPS) + t * int(16 / sizeof(T));
+  }
+  static DEVICE void advance(int& k, int K) {
+    k += CHUNK;
+    if (k - first_k() >= K) k = first_k();
+  }
+  DEVICE void ask(const Product& p) {
+    if (left > 0) {
+      const bool inside = next_k < p.K;
+#pragma unroll
+      for (int i = 0; i < GROUPS; ++i) {
+        const int row = 4 * i + threadIdx.x % 32 / 8;
+        const T* from = static_cast<const T*>(p.x) + row * p.x_stride + (inside ? next_k : 0);
+        if (row < p.rows) cp_async<16>(&own[to][step()][row][threadIdx.x % 4 * 16], from, inside);
+      }
+      --left, advance(next_k, p.K);
+    }
+    cp_async_commit();
+    if (++to == PIECES) to = 0;
+  }
+  DEVICE void load_norm(const Product& p) {
+    if (!p.norm) return;
+    if (next_norm < p.K) norm = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.norm) + next_norm);
+    advance(next_norm, p.K);
+  }
+  // The next piece, scaled by the norm, is here; the one before it is not needed any more.
+  DEVICE const Piece& next(const Product& p) {
+    if (++at == (stay ? pieces : PIECES)) at = 0;
+    if (stay && unseen == 0) return own[at];
+    cp_async_wait<PIECES - 2>();
+    if (p.norm) scale(p, own[at][step()]);  // what this lane asked for
+    __syncwarp();
+    ask(p);
+    unseen -= unseen > 0;
+    return own[at];
+  }
+  DEVICE void scale(const Product& p, uint8_t (*x)[64]) {
+    const uint4 by = norm;
+    load_norm(p);
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i) {
+      const int row = 4 * i + threadIdx.x % 32 / 8;
+      if (row >= p.rows) continue;
+      uint4& value = *reinterpret_cast<uint4*>(x[row] + threadIdx.x % 4 * 16);
+      if (unseen > 0) moments[i].template add<T>(value);
+      value = scaled<T>(value, by);
+    }
+  }
+  DEVICE void put(Moments (&of_rows)[X_ROWS]) const {
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i) {
+      Moments all = moments[i];
+      all.add_lanes(1), all.add_lanes(2), all.add_lanes(4);
+      const int row = 4 * i + threadIdx.x % 32 / 8;
+      if (threadIdx.x % 8 == 0 && row < X_ROWS) of_rows[row] = all;
+    }
+  }
+};
+
 // The block's units of a product, some in each pass. A few warps finish a pass, in turn, while the others are at the
 // next one.
-template <typename T, int X_ROWS, typename Math, typename Use>
-DEVICE void compute(const Product& p, Shared<X_ROWS>& mem, Stage& stage, Use use) {
-  constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS, AHEAD = Math::AHEAD;
+template <typename T, int X_ROWS, typename Math, int X_PIECES, typename Use>
+DEVICE void compute(const Product& p, Shared<X_ROWS>& mem, XMemory<X_ROWS, X_PIECES>& x_memory, Stage& stage, Use use) {
+  constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int k_0 = warp * (STEP / WARPS) + t * (16 / sizeof(T)), last = p.first_unit(blockIdx.x + 1);
+  const int k_0 = warp * (STEP / WARPS) + t * (16 / sizeof(T));
+  const int first = p.first_unit(blockIdx.x), last = p.first_unit(blockIdx.x + 1);
   uint8_t* own = mem.stages + g * PITCH + k_0 * sizeof(T);
   Math math;
-  typename Math::X next[AHEAD > 0 ? AHEAD : 1];
-#pragma unroll
-  for (int i = 0; i < AHEAD; ++i) next[i] = Math::load_x(p, k_0 + i * STEP);
+  XRing<T, X_ROWS, X_PIECES> ring(p, x_memory, ceil_div(last - first, p.per_stage));
   int pass = 0;
-  for (int unit = p.first_unit(blockIdx.x); unit < last; unit += p.per_stage, ++pass) {
+  for (int unit = first; unit < last; unit += p.per_stage, ++pass) {
     const int units = min(p.per_stage, last - unit);
-    auto& sums = mem.sums[pass % 2];
     const int thread = (threadIdx.x - pass * 32) % COMPUTE;
     const Place own_place(p, thread, unit, units);
-    Beside beside = {};
+    Beside<T> beside = {};
     if (own_place.any(p)) beside = load_beside<T>(p, own_place.row, own_place.n);  // on its way while sums are formed
     math.start();
+    int piece = 0;  // of each row, in the stage
 #pragma unroll 1
     for (int chunk = 0; chunk < p.K; chunk += CHUNK) {
-      mbarrier_wait(&mem.full[stage.index], stage.parity);
-      const int chunk_after = chunk + CHUNK < p.K ? chunk + CHUNK : 0;  // 0: that of the next pass
+      const auto& x = ring.next(p);
+      if (piece == 0) mbarrier_wait(&mem.full[stage.index], stage.parity);
+      const uint8_t* w = stage.at(own) + piece * p.per_stage * UNIT * PITCH;
 #pragma unroll
-      for (int i = 0; i < STEPS; ++i) {
-        const int k = chunk + i * STEP + k_0, then = i + AHEAD;
-        typename Math::X x;
-        if constexpr (AHEAD > 0) {
-          x = next[i % AHEAD];
-          next[i % AHEAD] = Math::load_x(p, k_0 + (then < STEPS ? chunk : chunk_after) + then % STEPS * STEP);
-        } else {
-          x = Math::load_x(p, k);
-        }
-        math.add(p, x, stage.at(own) + i * STEP * sizeof(T), units, k);
-      }
+      for (int i = 0; i < STEPS; ++i)
+        math.add(x[i], w + i * STEP * sizeof(T), units, chunk + i * STEP + k_0 < p.K);
+      if (++piece < p.pieces && chunk + CHUNK < p.K) continue;
+      piece = 0;
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&mem.empty[stage.index]);
       stage.next();
     }
-    math.put(sums, warp);
+    math.put(mem.sums[pass % 2][warp]);
+    if (p.norm && pass == 0) ring.put(mem.moments[warp]);
     meet();  // the sums complete, and those of the pass before consumed
-    finish<T>(p, sums, thread, unit, units, beside, use);
+    finish<T>(p, mem, pass, thread, unit, units, beside, use);
   }
 }

@@ -14,24 +14,35 @@
 #include "../../task5/ladder/dependent_launch.cuh"
 #include "stream.cuh"
 
-constexpr int ROOM = 113 * 1024;  // bytes of shared memory: those of two launches fit on an SM
+// Bytes of shared memory: those of two launches fit on an SM, up to 8 rows.
+template <int X_ROWS>
+constexpr int ROOM = (X_ROWS <= 8 ? 113 : 227) * 1024;
+
+template <int X_ROWS>
+constexpr int X_PIECES = X_ROWS <= 4 ? 8 : 3;
 
 struct Launch : Product {
   int stages, bytes;  // of shared memory; of one
 };
 
+template <int X_ROWS>
+struct Memory {
+  alignas(128) XMemory<X_ROWS, X_PIECES<X_ROWS>> x;
+  alignas(1024) Shared<X_ROWS> ring;
+};
+
 template <typename T, int X_ROWS, typename Math>
-__global__ void __launch_bounds__(THREADS, sizeof(T) == 4 && X_ROWS > 8 ? 1 : 2) product_kernel(const Launch p) {
-  extern __shared__ __align__(128) uint8_t raw[];
-  auto& mem = *reinterpret_cast<Shared<X_ROWS>*>(raw);
+__global__ void __launch_bounds__(THREADS, X_ROWS <= 8 ? 2 : 1) product_kernel(const Launch p) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  auto& mem = *reinterpret_cast<Memory<X_ROWS>*>(raw);
   begin_the_next_launch();
-  start(mem, p.stages);
-  Stage stage = {p.stages, p.bytes};
+  start(mem.ring, p.stages);
+  Stage stage = {p.stages, p.bytes, p.stages};
   if (__shfl_sync(~0u, threadIdx.x / 32, 0) >= WARPS) {
-    load_weights<T>(p, mem, stage);  // of this launch: the one before may still run
+    load_weights<T>(p, mem.ring, stage);  // of this launch: the one before may still run
   } else {
     wait_for_the_launch_before();
-    compute<T, X_ROWS, Math>(p, mem, stage, [](int, int, float) {});
+    compute<T, X_ROWS, Math>(p, mem.ring, mem.x, stage, [](int, int, float) {});
   }
 }
 
@@ -43,16 +54,19 @@ static cudaError_t launch(Launch p, cudaStream_t stream) {
   int sms;
   if (cudaError_t error = count_sms(&sms)) return error;
   const int blocks = min(sms, ceil_div(p.N, UNIT));
-  p.share(blocks, Math::UNITS);
-  p.bytes = p.per_stage * UNIT * PITCH;
-  p.stages = min(MOST_STAGES, int(ROOM - sizeof(Shared<X_ROWS>)) / p.bytes);
-  if (cudaError_t error = allow_shared_memory<kernel, ROOM>()) return error;
-  return launch_kernel<Launch>(kernel, dim3(blocks), THREADS, sizeof(Shared<X_ROWS>) + p.stages * p.bytes, stream, p);
+  // Of 4 rows two units are a stage, unless x does not stay: it is read again for each stage of N.
+  const bool stays = p.K * int(sizeof(T)) <= X_PIECES<X_ROWS> * BYTES;
+  p.share(blocks, X_ROWS == 4 && stays ? 2 : Math::UNITS);
+  p.pieces = 1, p.bytes = p.per_stage * UNIT * PITCH;
+  p.stages = min(MOST_STAGES, int(ROOM<X_ROWS> - sizeof(Memory<X_ROWS>)) / p.bytes);
+  if (cudaError_t error = allow_shared_memory<kernel, ROOM<X_ROWS>>()) return error;
+  return launch_kernel<Launch>(kernel, dim3(blocks), THREADS, sizeof(Memory<X_ROWS>) + p.stages * p.bytes, stream, p);
 }
 
 template <typename T>
 static cudaError_t launch_16_bits(const Launch& p, cudaStream_t stream) {
-  return p.rows <= 4   ? launch<T, 4, TensorCores<T, 4>>(p, stream)
+  return p.rows <= 1   ? launch<T, 1, TensorCores<T, 1>>(p, stream)
+         : p.rows <= 4 ? launch<T, 4, TensorCores<T, 4>>(p, stream)
          : p.rows <= 8 ? launch<T, 8, TensorCores<T, 8>>(p, stream)
                        : launch<T, 16, TensorCores<T, 16>>(p, stream);
 }
@@ -63,8 +77,8 @@ extern "C" cudaError_t product(View x, View w, const void* norm, const void* row
   const Launch p = {{make_arguments(x, w, norm, row_sums, bias, residual, has_residual, out, activation, eps)}};
   if (dtype == FLOAT16) return launch_16_bits<__half>(p, stream);
   if (dtype == BFLOAT16) return launch_16_bits<__nv_bfloat16>(p, stream);
-  return p.rows <= 1   ? launch<float, 1, CudaCores<1, STEPS>>(p, stream)
-         : p.rows <= 4 ? launch<float, 4, CudaCores<4, 1>>(p, stream)
-         : p.rows <= 8 ? launch<float, 8, CudaCores<8, 0>>(p, stream)
-                       : launch<float, 16, CudaCores<16, 0>>(p, stream);
+  return p.rows <= 1   ? launch<float, 1, CudaCores<1>>(p, stream)
+         : p.rows <= 4 ? launch<float, 4, CudaCores<4>>(p, stream)
+         : p.rows <= 8 ? launch<float, 8, CudaCores<8>>(p, stream)
+                       : launch<float, 16, CudaCores<16>>(p, stream);
 }
