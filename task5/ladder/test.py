@@ -376,8 +376,8 @@ def test_the_parts_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
 @pytest.mark.parametrize(
     ("batch", "kv_heads", "kv_len", "rung", "blocks"),
     [
-        (1, 8, 1024, 3, 8 * 8),  # two tiles each
-        (1, 8, 8192, 3, 8 * 16),
+        (1, 8, 1024, 4, 8 * 8),  # two tiles each
+        (1, 8, 8192, 4, 8 * 16),
         (1, 8, 131072, 2, 264),  # one block an SM is too slow
         (8, 8, 2048, 4, 64 * 2),
         (16, 8, 8192, 4, 128 * 2),  # two blocks an SM
