@@ -38,26 +38,28 @@ def run(
     kept = torch.full(
         (2, decoder.batch, total), -1
     )  # on the CPU, filled before memory is looked at
-    before: tuple[int, ...] | None = None
+    before: tuple[int, ...] = ()
+    texts = 0
     for again in range(2):
         done, tenths = 0, 0
         for tokens in _texts(decoder, prompt, each, total, seed):
             kept[again, :, done : done + tokens.shape[1]] = tokens.cpu()
-            done += tokens.shape[1]
-            if before is None:  # all is compiled, captured and allocated now
+            done, texts = done + tokens.shape[1], texts + 1
+            # In the first text all is compiled and captured, and a capture gives back what PyTorch had kept.
+            if texts == 2:
                 before = memory(decoder.tokens.device)
             if done * 10 // total > tenths:
                 tenths = done * 10 // total
                 run_of = f"{done:,} of {total:,} tokens{', again' if again else ''}"
                 say(f"{run_of}: {time.perf_counter() - begin:.0f} s")
     after = memory(decoder.tokens.device)
-    seconds, texts = time.perf_counter() - begin, -(-total // each)
+    seconds = time.perf_counter() - begin
     grid = Grid(
-        f"{total:,} tokens for each of {decoder.batch} sequences, in {texts} texts, twice, in {seconds:.0f} s",
+        f"{total:,} tokens for each of {decoder.batch} sequences, in {texts // 2} texts, twice, in {seconds:.0f} s",
         ["", "found", "at most"],
     )
     different = int((kept[0] != kept[1]).sum())
-    growth = [b - a for a, b in zip(before or after, after, strict=True)]
+    growth = [b - a for a, b in zip(before, after, strict=True)]
     for name, value, at_most in (
         ("tokens that differ the second time", different, 0),
         ("growth of allocated GPU memory, MB", growth[0] / 1e6, 0),

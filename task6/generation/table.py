@@ -53,7 +53,7 @@ def write(record: Record) -> None:
 
 
 def side_by_side(found: Found, read_gb_per_s: float | None) -> Grid:
-    """The times of each side; the bandwidth of a pure read is known on a GPU."""
+    """The times of each side, the fastest first; the bandwidth of a pure read is known on a GPU."""
     batch, shared = found.case.batch, f", {found.world} processes" * (found.world > 1)
     clock = f", SMs at {found.clock:,} MHz" if found.clock else ""
     title = f"{found.case}, {found.case.new_tokens} new tokens{shared}{clock}; times in ms"
@@ -69,7 +69,7 @@ def side_by_side(found: Found, read_gb_per_s: float | None) -> Grid:
     ]
     share = ["of a pure read"] if read_gb_per_s else []
     grid = Grid(title, [*columns, *share, "the decoder's tokens"])
-    for name, speed in found.speeds.items():
+    for name, speed in sorted(found.speeds.items(), key=lambda side: side[1].between.median_ms):
         tbt = speed.between
         rate = found.read / tbt.median_ms / 1e6
         row = [name, f"{speed.first.median_ms:.4g}", f"{tbt.median_ms:.4g}", _spread(tbt)]

@@ -235,6 +235,18 @@ def test_bars_are_judged():
     assert grid.bars.count(False) == 7
 
 
+def test_the_faster_way_is_judged():
+    found = made_up(COURSE_FP32, 990.0, 6.8)
+    found.speeds[peers.ONE_LAUNCH] = speed(990.0, 6.6)
+    found.same[peers.ONE_LAUNCH] = 100
+    rows = bars.grid(Times(facts(), READ, [found])).rows
+    judged = {name: (value, verdict) for name, value, _, verdict in rows}
+    name = f"{COURSE_FP32}: time between tokens, a step in one launch"
+    assert judged[name] == ("6.6 ms", "met")
+    name = f"{COURSE_FP32}: tokens equal to those of the decoder, a step in one launch"
+    assert judged[name] == ("100 of 100", "met")
+
+
 @pytest.mark.parametrize(("world", "between", "verdict"), [(2, 2.0, "met"), (4, 1.4, "not met !")])
 def test_the_bar_of_several_gpus(world, between, verdict):
     found = [made_up(COURSE, 84.0, 3.3), made_up(COURSE, 60.0, between, world)]
