@@ -19,7 +19,8 @@
 //               blocks as fit at once, and each takes one pair after the other: the warp that loads does not stop
 //
 // The parts of a pair are the leaves of a tree: a block merges its own, a cluster its blocks', and the last cluster the
-// clusters'. Batch-invariant, the keys are cut into as many parts as a sequence alone has blocks, however many there are.
+// clusters'. Batch-invariant, the keys are cut into as many parts as a sequence alone has blocks, however many there
+// are.
 constexpr int WARPS = 4;
 #include "dependent_launch.cuh"
 

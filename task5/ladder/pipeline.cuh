@@ -329,5 +329,6 @@ static cudaError_t launch(Decode a, int blocks, cudaStream_t stream) {
 }
 template <typename Math, typename Sharing>
 static cudaError_t launch(const Decode& a, int blocks, cudaStream_t stream) {
-  return a.block_table ? launch<Math, Sharing, true>(a, blocks, stream) : launch<Math, Sharing, false>(a, blocks, stream);
+  if (a.block_table) return launch<Math, Sharing, true>(a, blocks, stream);
+  return launch<Math, Sharing, false>(a, blocks, stream);
 }

@@ -258,7 +258,8 @@ DEVICE void attend(const Model& m, int layer, Memory<X_ROWS, D>& mem, Stage& sta
     }
     const T *new_k = heads + (m.heads + item.kv_head) * D, *new_v = new_k + m.kv_heads * D;
     Vector<T, N> k_of_new = load_vector<T, N>(new_k);
-    const Vector<T, N> other_k = load_vector<T, N>(new_k + (left ? D / 2 : -D / 2)), v_of_new = load_vector<T, N>(new_v);
+    const Vector<T, N> other_k = load_vector<T, N>(new_k + (left ? D / 2 : -D / 2));
+    const Vector<T, N> v_of_new = load_vector<T, N>(new_v);
     if (m.cos) {
 #pragma unroll
       for (int h = 0; h < MOST_HEADS; ++h) q[h] = rotated<T, N>(q[h], other[h], cos, sin, left);
@@ -336,7 +337,10 @@ DEVICE void attend(const Model& m, int layer, Memory<X_ROWS, D>& mem, Stage& sta
       const int h = n / D, column = n % D;
       Part<1> all;
 #pragma unroll
-      for (int w = 0; w < WARPS; ++w) all.merge(mem.parts.ml[w][h].x, mem.parts.ml[w][h].y, {mem.parts.O[w][h][column]});
+      for (int w = 0; w < WARPS; ++w) {
+        const float2 ml = mem.parts.ml[w][h];
+        all.merge(ml.x, ml.y, {mem.parts.O[w][h][column]});
+      }
       if (item.splits == 1) {
         out[n] = from_float<T>(all.O[0] / all.l);
       } else {
@@ -392,7 +396,8 @@ DEVICE void compute_step(const Model& m, Memory<X_ROWS, D>& mem, Stage stage) {
   embed<T>(m);
   grid.meet_all();
   for (int i = 0, which = QKV;; which < DOWN ? ++which : (++i, which = i < m.layer_count ? QKV : HEAD)) {
-    compute<T, X_ROWS, Math>(m.product<T>(mem.layers[i], which), mem.ring, mem.x, stage, [&](int row, int column, float sum) {
+    const Product p = m.product<T>(mem.layers[i], which);
+    compute<T, X_ROWS, Math>(p, mem.ring, mem.x, stage, [&](int row, int column, float sum) {
       const unsigned long long rank = which == HEAD ? rank_of(sum, column) : 0;
       if (rank > *static_cast<volatile unsigned long long*>(&mem.best[row])) atomicMax(&mem.best[row], rank);
     });

@@ -42,7 +42,8 @@ DEVICE uint4 scaled(const uint4& x, const uint4& by) {
   Vector16<T> a = {x};
   const Vector16<T> b = {by};
 #pragma unroll
-  for (int i = 0; i < int(16 / sizeof(T)); ++i) a.values[i] = from_float<T>(to_float(a.values[i]) * to_float(b.values[i]));
+  for (int i = 0; i < int(16 / sizeof(T)); ++i)
+    a.values[i] = from_float<T>(to_float(a.values[i]) * to_float(b.values[i]));
   return a.bits;
 }
 

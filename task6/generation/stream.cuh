@@ -49,7 +49,7 @@ struct Shared {
 // Where a warp is in the ring of stages.
 struct Stage {
   int stages, bytes;  // how many; of one
-  int in_flight;      // so many are on their way at a time: of more, all that the others ask for would queue behind them
+  int in_flight;      // so many are on their way at a time: of more, what others ask for would queue behind them
   int index = 0, parity = 0;
 
   DEVICE uint8_t* at(uint8_t* first) const { return first + index * bytes; }
