@@ -13,7 +13,7 @@ from common.products.fp32 import can_split
 from task5.ladder.benchmark import reason_of
 from task6.generation.breakdown import STEPS, Part, breakdown
 from task6.generation.config import Config, find_config
-from task6.generation.decoder import Decoder
+from task6.generation.decoder import ROWS, Decoder
 from task6.generation.measure import Speed, generate, measure, step_bytes
 from task6.generation.parallel import Group
 from task6.generation.peers import Make
@@ -69,10 +69,10 @@ class Case:
             NotEnoughMemory: it does not fit; what is needed, and what is free.
         """
         share = find_config(self.config).share(group.world)
-        rows = (
-            self.batch * self.prompt
-        )  # x, its norm, the sum before, the result; gate and up, and their product
-        activations = rows * (4 * share.hidden + max(3 * share.inner, share.qkv_rows))
+        # x, its norm, the sum before, the result; q, k, v, or gate and up, and their product
+        rows = self.batch * self.prompt
+        activations = rows * 4 * share.hidden
+        activations += max(rows * share.qkv_rows, min(rows, ROWS) * 3 * share.inner)
         elements = share.weights + share.cache(self.batch, self.length) + activations
         dtype = DTYPES[self.dtype]
         if self.products == "tensor cores" and can_split(dtype, device):  # the weights' parts

@@ -18,6 +18,7 @@ from task6.generation.weights import Weights, expect_room
 from task6.rope import RoPE
 
 MATRICES = ("qkv", "o", "gate_up", "down")  # of a layer
+ROWS = 2048  # of a prompt's MLP at a time: nothing else takes as much memory
 
 
 class Decoder:
@@ -202,10 +203,13 @@ class Decoder:
             o = self._attention(i, linear["qkv"](normed, layer.qkv))
             delta = self.group.sum(linear["o"](o, layer.o))
             add_rms_norm(x, delta, layer.mlp_norm, normed, eps)
-            both = linear["gate_up"](normed, layer.gate_up)
-            inner = torch.empty(len(x), self.config.inner, dtype=x.dtype, device=x.device)
-            swiglu(both, inner)
-            delta = self.group.sum(linear["down"](inner, layer.down))
+            for some, to in zip(normed.split(ROWS), delta.split(ROWS), strict=True):
+                both = linear["gate_up"](some, layer.gate_up)
+                inner = torch.empty(len(some), self.config.inner, dtype=x.dtype, device=x.device)
+                swiglu(both, inner)
+                to.copy_(linear["down"](inner, layer.down))
+                del both, inner
+            delta = self.group.sum(delta)
         last = slice(seq - 1, None, seq)  # only the last position's logits are needed
         x, delta, normed = x[last], delta[last], normed[: self.batch]
         add_rms_norm(x, delta, w.norm, normed, eps)

@@ -9,17 +9,18 @@ from task6.generation.benchmark import Found
 
 FOLDER = Path(__file__).parent
 TABLE = FOLDER / "table.json"
+MODULES = ("decoder", "elementwise", "graph", "parallel", "persistent", "product", "weights")
 SOURCES = (
     "task6/generation/*.cu",
     "task6/generation/*.cuh",
-    *(f"task6/generation/{name}.py" for name in ("decoder", "elementwise", "graph", "parallel", "product", "weights")),
+    *(f"task6/generation/{name}.py" for name in MODULES),
     "common/products/*",
     "task4/prefill.py",
     "task5/ladder/*.cu",
     "task5/ladder/*.cuh",
     "task5/ladder/append.py",
     "task5/ladder/call.py",
-)  # fmt: skip
+)
 
 
 @dataclass

@@ -6,6 +6,7 @@ import torch
 from common.memory import NotEnoughMemory
 from task6.generation import CONFIGS, Config, Decoder, Weights, find_config
 from task6.generation.elementwise import add_rms_norm, swiglu
+from task6.generation.parallel import Group
 from task6.generation.peers import llama
 from task6.model import count_weights, customModel, generate
 
@@ -27,6 +28,26 @@ def test_tokens_equal_the_plain_models(batch):
     assert torch.equal(decoder.generate(prompt, 20), want)
     assert torch.equal(decoder.generate(prompt, 20), want), "the second text of the same decoder"
     assert torch.equal(generate(model, prompt, 20), want), "the plain model shares the weights"
+
+
+def test_a_long_prompt_goes_through_the_mlp_in_parts(monkeypatch):
+    model = plain()
+    prompt = torch.randint(61, (3, 11), device=DEVICE)
+    want = generate(model, prompt, 4)
+    monkeypatch.setattr("task6.generation.decoder.ROWS", 7)  # of 33
+    assert torch.equal(Decoder(Weights.of(model), 3, 20).generate(prompt, 4), want)
+
+
+@pytest.mark.parametrize("columns", [1, 97, 160, 4096])
+def test_the_largest_logit(columns):
+    torch.manual_seed(columns)
+    out = torch.full((5, 1), -1, device=DEVICE)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(5, columns, device=DEVICE).to(dtype)
+        x[1], x[2, columns // 2 :], x[3] = 0.5, 9.0, -torch.inf  # of equals the first
+        x[4, columns // 3] = torch.nan
+        Group().best(x, out)
+        assert torch.equal(out, x.argmax(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
