@@ -256,9 +256,13 @@ def _plan(
 def _few_pairs(call: _Call, heads: int, kv_len: int) -> bool:
     """Whether rung 5 is the fastest: so few kv heads that blocks share their keys, or many rows of q for each."""
     sms = torch.cuda.get_device_properties(call.device).multi_processor_count
-    if call.rows > ROWS or (call.head_dim > 128 and 4 * heads <= sms):
+    if call.rows > ROWS:
         return True
-    return kv_len >= (LONG_CACHE if 8 * heads <= sms else 4 * LONG_CACHE) and 4 * heads <= sms
+    if 4 * heads > sms:
+        return False
+    if call.head_dim > 128:
+        return kv_len < 4 * LONG_CACHE
+    return kv_len >= (LONG_CACHE if 8 * heads <= sms else 4 * LONG_CACHE)
 
 
 def _pairs(call: _Call, rung: int, kv_heads: int) -> int:

@@ -406,12 +406,13 @@ def test_16_bits_take_rung_5_where_pairs_are_few(h200, batch, kv_heads, kv_len, 
 
 
 def test_16_bits_take_rung_5_for_many_rows_wide_heads_and_the_same_bits(h200):
-    def rung(batch=16, invariant=False, **shape):
-        return call._plan(h200(dtype=2, **shape), batch, 8, 1024, invariant, None).rung
+    def rung(batch=16, kv_len=1024, invariant=False, **shape):
+        return call._plan(h200(dtype=2, **shape), batch, 8, kv_len, invariant, None).rung
 
     assert rung() == rung(rows=16) == 4
     assert rung(rows=17) == rung(invariant=True) == KEYS_AS_ROWS
     assert rung(batch=4, head_dim=256) == KEYS_AS_ROWS and rung(head_dim=256) == 2
+    assert rung(batch=4, kv_len=8192, head_dim=256) == 2
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
