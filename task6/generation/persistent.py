@@ -105,9 +105,9 @@ class PersistentStep:
                 raise ValueError(
                     "a persistent step takes contiguous tensors of one dtype and device"
                 )
-            if t.dim() > 1 and (t.shape[-1] * t.element_size() % 16 or t.data_ptr() % 16):
+            if t.data_ptr() % 16 or (t.dim() > 1 and t.shape[-1] * t.element_size() % 16):
                 raise ValueError(
-                    f"rows of a matrix must begin at multiples of 16 bytes; got {describe(t)}"
+                    f"tensors and their rows must begin at multiples of 16 bytes; got {describe(t)}"
                 )
         if blocks is None:
             blocks = torch.cuda.get_device_properties(lengths.device).multi_processor_count

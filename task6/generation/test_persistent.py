@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from common.check.rng import new_seed
 from task6.generation import Decoder, Weights
 from task6.generation.config import Config
+from task6.generation.persistent import PersistentStep
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
@@ -76,3 +78,12 @@ def test_what_it_does_not_take(batch, message):
     weights = Weights.random(config, device=torch.device(DEVICE), dtype=torch.float32)
     with pytest.raises(ValueError, match=message):
         Decoder(weights, batch, 9, persistent=True)
+
+
+def test_a_norm_that_begins_elsewhere():
+    config = Config(1, 64, 1, 1, 64, 64, 50)
+    weights = Weights.random(config, device=torch.device(DEVICE), dtype=torch.float32)
+    decoder = Decoder(weights, 1, 9)
+    model = replace(decoder._step_model(), norm=torch.ones(65, device=DEVICE)[1:])
+    with pytest.raises(ValueError, match=r"must begin at multiples of 16 bytes; got .*\(64,\)"):
+        PersistentStep(model, decoder.tokens, decoder.lengths, decoder.logits, blocks=1)
