@@ -13,7 +13,15 @@ Importing this does not import torch, start a compiler or touch a GPU.
 
 from common.build.builder import build
 from common.build.cli import compile_main
-from common.build.library import Arguments, KernelError, Kernels, dtype_code, observing, using
+from common.build.library import (
+    Arguments,
+    KernelError,
+    Kernels,
+    dtype_code,
+    observing,
+    touching,
+    using,
+)
 from common.build.signature import View
 from common.build.toolchain import BuildError
 
@@ -27,5 +35,6 @@ __all__ = [
     "compile_main",
     "dtype_code",
     "observing",
+    "touching",
     "using",
 ]

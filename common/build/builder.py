@@ -133,23 +133,34 @@ def plan(
     if device == "cuda":
         return _plan_cuda(source, arch, here)
     if device == "cpu":
-        if named := architectures(source):
+        if (named := architectures(source)) and not is_for_cpu(source):
             raise BuildError(f"{_made_for(source, named)}, and not for the CPU")
         return _plan_cpu(source, check)
     raise ValueError(f"device must be 'cpu' or 'cuda'; got {device!r}")
 
 
 def architectures(source: Path) -> tuple[str, ...]:
-    """The GPU architectures that a source is for: those in a line ``// architectures: sm_90a`` near its top.
+    """The GPU architectures that a source is for: those in a line ``// architectures: sm_90a cpu`` near its top.
 
-    Empty for a source without such a line, which is for every GPU and for the CPU.
+    Empty for a source without such a line, which is for every GPU and for the CPU. The word ``cpu`` there says that it
+    is for the CPU too, which then has the limits of the first one.
 
     Raises:
         BuildError: the line names something that is not an architecture.
     """
+    return tuple(toolchain.normal_arch(name) for name in _named(source) if name != "cpu")
+
+
+def is_for_cpu(source: Path) -> bool:
+    """Whether a source is for the CPU: see :func:`architectures`."""
+    named = _named(source)
+    return not named or "cpu" in named
+
+
+def _named(source: Path) -> list[str]:
     head = "\n".join(_text(source).splitlines()[:_HEAD])
     found = _ARCHITECTURES.search(head)
-    return tuple(map(toolchain.normal_arch, found[1].split())) if found else ()
+    return found[1].split() if found else []
 
 
 def _made_for(source: Path, named: Sequence[str]) -> str:

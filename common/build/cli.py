@@ -82,7 +82,7 @@ def _architectures(asked: Sequence[str] | None, device: str) -> Sequence[str | N
 def _skipped(source: Path, arch: str | None) -> bool:
     """Whether this source is not for the architecture being built; prints a line if so."""
     named = builder.architectures(source)
-    if not named or (arch and toolchain.normal_arch(arch) in named):
+    if not named or (toolchain.normal_arch(arch) in named if arch else builder.is_for_cpu(source)):
         return False
     print(f"{builder.display(source)}: not for {arch or 'the CPU'}, only for {', '.join(named)}")
     return True

@@ -89,6 +89,23 @@ def using(
         _settings = before
 
 
+_touched: dict[str, Any] = {}
+
+
+@contextmanager
+def touching(**tensors: Any) -> Iterator[None]:
+    """A context in which launches have the addresses of these tensors in memory, beside those that they are given.
+
+    The check build reports accesses outside of all tensors that it knows.
+    """
+    global _touched
+    before, _touched = _touched, {**_touched, **tensors}
+    try:
+        yield
+    finally:
+        _touched = before
+
+
 # Called for a launch: the kernels, the launcher's name, its arguments, and what launches it with these or others.
 Observer = Callable[["Kernels", str, Arguments, Callable[[Arguments], None]], None]
 
@@ -230,11 +247,18 @@ class Kernels:
         call = self._queries.get(key)
         if call is None:
             call = self._queries[key] = self._caller(*key, launcher=False)
+        if device.type == "cpu":
+            _runtime().of_arch(self._arch)
         return call(arguments, 0)
 
     def has_query(self, name: str) -> bool:
         """Whether the .cu exports such a query. Builds nothing."""
         return name in self._exports and not self._exports[name].is_launcher
+
+    @functools.cached_property
+    def _arch(self) -> str | None:
+        """The first GPU that the source is for; None: any."""
+        return next(iter(builder.architectures(self.source)), None)
 
     @functools.cached_property
     def _exports(self) -> dict[str, signature.Export]:
@@ -275,7 +299,7 @@ class Kernels:
         call = self._caller(name, device, check, launcher=True)
         if device.type == "cuda":
             return _run_on_gpu(call, device.index)
-        call = _run_on_cpu(name, call)
+        call = _run_on_cpu(name, call, self._arch)
         return _registering(call) if check else call
 
 
@@ -344,14 +368,17 @@ def _library_for_gpu(source: Path, device: Any, callers: tuple[builder.Target, .
 # ---- on the CPU
 
 
-def _run_on_cpu(name: str, call: Callable[[Arguments, int], int]) -> Callable[[Arguments], None]:
-    """What calls a launcher, and asks the CPU layer what went wrong."""
+def _run_on_cpu(
+    name: str, call: Callable[[Arguments, int], int], arch: str | None
+) -> Callable[[Arguments], None]:
+    """What calls a launcher, with the limits of ``arch``, and asks the CPU layer what went wrong."""
     runtime = _runtime()
 
     def run(arguments: Arguments) -> None:
         _configure(runtime, _settings)
         interrupt.begin(name)
         try:
+            runtime.of_arch(arch)
             status = call(arguments, runtime.begin())
         finally:
             runtime.end()
@@ -386,7 +413,7 @@ def _registering(call: Callable[[Arguments], None]) -> Callable[[Arguments], Non
     def registered(arguments: Arguments) -> None:
         runtime.clear_registered()
         try:
-            for keyword, value in arguments.items():
+            for keyword, value in {**_touched, **arguments}.items():
                 if hasattr(value, "data_ptr"):
                     runtime.register(keyword, value.data_ptr(), _extent(value))
             call(arguments)

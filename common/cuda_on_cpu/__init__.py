@@ -15,7 +15,7 @@ The runtime implements them, so the sanitizers' own libraries must not be linked
 
 What it cannot do:
 
-* wgmma, TMA, clusters, cooperative groups, textures, launches from kernels;
+* textures, cooperative groups, launches from kernels; of Hopper, fences are not checked;
 * a kernel that spins on a plain or volatile variable until another thread writes it never ends, or
   fails at its time limit (spinning with atomicCAS is fine);
 * registers are not counted, so neither __launch_bounds__ nor occupancy limits them;

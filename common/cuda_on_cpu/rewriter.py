@@ -111,6 +111,12 @@ class _File:
                     self.out.append("return ::cuda_on_cpu::returned_at(__FILE__, __LINE__)")
                     i += 1
                     continue
+                if token.text in ("gridDim", "blockDim") and tokens[self._previous(i)].text == ".":
+                    self.out.append(
+                        f"{token.text}_"
+                    )  # of a cudaLaunchConfig_t; by itself it is a macro
+                    i += 1
+                    continue
                 bare = token.text == "__noinline__" and tokens[self._previous(i)].text != "("
                 self.out.append("__attribute__((noinline))" if bare else token.text)
                 if parts:
@@ -180,6 +186,8 @@ class _File:
                 break
             if token.kind == "string":
                 strings.append(token.text)
+        if strings and all(text == '""' for text in strings[:1]):
+            return  # no instruction: it only keeps the compiler from moving code, of which C++ knows too
         found = _GPU_INSTRUCTION.search(" ".join(strings))
         raise self.error(
             self.tokens[i].line,

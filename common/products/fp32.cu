@@ -1,5 +1,5 @@
 // x @ w.T + bias in fp32, with fp32's accuracy, on tensor cores that multiply fp16.
-// architectures: sm_90a
+// architectures: sm_90a cpu
 //
 //   x (M, K), w (N, K), bias (N), out (M, N)   fp32. x and out: rows of any stride
 //   parts   (2, rows, K rounded up to 64) of fp16, and units (rows) of fp32: what rows_kernel makes of x and of w
@@ -222,9 +222,7 @@ __global__ void __launch_bounds__(SPLIT_THREADS) rows_kernel(const float* x, int
       if (fabsf(z) < INFINITY) largest = fmaxf(largest, fabsf(z));
   }
   __shared__ uint32_t of_warp[SPLIT_THREADS / 32];
-  of_warp[threadIdx.x / 32] = __reduce_max_sync(~0u, __float_as_uint(largest));
-  __syncthreads();  // all warps have written theirs
-  for (const uint32_t warp : of_warp) largest = fmaxf(largest, __uint_as_float(warp));
+  largest = largest_of_block(largest, of_warp);
 
   const float factor = factor_for(largest);
   const int padded = ceil_div(K, DEPTH) * DEPTH;

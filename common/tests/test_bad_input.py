@@ -230,13 +230,6 @@ LADDER = [
     Row("ladder: rows that begin anywhere", lambda t: _odd(t, 9),
         "rung 9 (Q and P in registers)", "loads 16 bytes at once", "which q does not allow", "2 bytes", "1 to 6 can take them"),
 ]  # fmt: skip
-# What GPUs before Hopper lack; the CPU lacks it too.
-if not torch.cuda.is_available():
-    LADDER.append(
-        Row("ladder: Hopper's rungs elsewhere", lambda t: _rung(t, 12, 1, 5, 2, 64),
-            "rung 12 (warp specialised) needs a GPU of compute capability 9.0 (Hopper)", "on the CPU", "Rungs 1 to 10 can"),
-    )  # fmt: skip
-
 TASK5 = [
     Row("decode: two queries", lambda t: f5(t(2, 2, 4, 16), *caches(t, 2, 7, 4, 16)), "one query", "got q_len 2"),
     Row("decode: kv heads do not divide", lambda t: f5(t(2, 1, 4, 16), *caches(t, 2, 7, 3, 16)), "must divide", "4 and 3"),

@@ -304,11 +304,8 @@ def test_the_picture(ladder):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what it says without a GPU")
 def test_the_command_without_a_gpu(capsys):
-    assert command.main(["--rung", "12"]) == 1
-    assert (
-        "rung 12 (warp specialised) needs a GPU of compute capability 9.0 (Hopper)"
-        in capsys.readouterr().out
-    )
+    assert command.main(["--rung", "12", "--dtype", "float16", "--head-dim", "64"]) == 0
+    assert "rung 12 (warp specialised)" in capsys.readouterr().out
     assert command.main(["--rung", "1", "--dtype", "float16", "--head-dim", "64"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "rung 1 (naive)" in out and "timing and profiling need a GPU" in out

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from common.build import library
+from common.build import library, using
 from common.check import Rng
 from common.products import TensorCoreLinear, fp32, linear_of
 from common.products.fp32 import is_large
@@ -303,6 +303,21 @@ def test_its_errors_are_no_larger_than_pytorchs(rng, name):
 def test_sizes(rng, M, N, K, biased):
     x, w = make_inputs("normal", rng, M, N, K)
     expect_accuracy(x, w, rng.randn(N) if biased else None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="sizes for the CPU")
+@pytest.mark.parametrize("check", [False, True], ids=["fast", "check"])
+@pytest.mark.parametrize(("M", "N", "K"), [(128, 256, 64), (130, 300, 200), (1, 1, 700)])
+def test_the_cpu_runs_the_kernel_too(rng, monkeypatch, M, N, K, check):
+    monkeypatch.setattr(fp32, "can_split", lambda dtype, device: True)
+    monkeypatch.setattr(fp32, "is_large", lambda M, N, K: True)
+    x, w = make_inputs("rows 1e4 apart", rng, M, N, K)
+    bias = rng.randn(N)
+    with using(check=check, order="random", seed=1, limit=120):
+        got = TensorCoreLinear()(x, w, bias)
+    truth = F.linear(x.double(), w.double(), bias.double())
+    size = F.linear(x.double().abs(), w.double().abs()) + bias.double().abs()
+    assert ((got.double() - truth).abs() <= 2**-20 * size).all()
 
 
 @needs_hopper

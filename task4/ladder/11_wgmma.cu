@@ -1,5 +1,5 @@
 // Rung 11, Hopper: TMA loads whole tiles, and wgmma multiplies them from shared memory.
-// architectures: sm_90a
+// architectures: sm_90a cpu
 // FlashAttention-2 forward [FA2] arXiv:2307.08691, Algorithm 1.
 //
 //   q, out (batch, q_len, heads, head_dim)     k, v (batch, kv_len, kv_heads, head_dim)     fp16 or bf16, sums in fp32

@@ -1,5 +1,5 @@
 // Rung 12, warp specialisation: one warp loads, and the others take over its registers.
-// architectures: sm_90a
+// architectures: sm_90a cpu
 // FlashAttention-2 forward [FA2] arXiv:2307.08691, Algorithm 1, divided among warps as in [FA3] arXiv:2407.08608.
 //
 //   q, out (batch, q_len, heads, head_dim)     k, v (batch, kv_len, kv_heads, head_dim)     fp16 or bf16, sums in fp32

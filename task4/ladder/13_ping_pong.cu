@@ -1,5 +1,5 @@
 // Rung 13, ping-pong: a warpgroup's softmax runs beside another warpgroup's products and beside its own.
-// architectures: sm_90a
+// architectures: sm_90a cpu
 // FlashAttention-2 forward [FA2] arXiv:2307.08691, Algorithm 1, scheduled as in [FA3] arXiv:2407.08608, sections 3.1-2.
 //
 //   q, out (batch, q_len, heads, head_dim)     k, v (batch, kv_len, kv_heads, head_dim)     fp16 or bf16, sums in fp32

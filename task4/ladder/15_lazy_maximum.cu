@@ -1,5 +1,5 @@
 // Rung 15, lazy maximum: in long rows the exponentials do not wait for a maximum. P is checked, and seldom rescaled.
-// architectures: sm_90a
+// architectures: sm_90a cpu
 // FlashAttention-2 forward [FA2] arXiv:2307.08691, Algorithm 1, scheduled as in [FA3] arXiv:2407.08608, section 3.
 //
 //   Tensors, grid, block, roles, prologue, epilogue and the first steps of a tile: as in rung 14

@@ -1,5 +1,5 @@
 // Rung 16. fp32 in and out with fp32's accuracy, on tensor cores that multiply fp16.
-// architectures: sm_90a
+// architectures: sm_90a cpu
 //
 // Every operand is split into two of fp16, hi and lo: split.cuh, whose kernel splits K and V before this one runs. Q_i
 // and P are split here. P, at most 1, is scaled by 2^15.
@@ -59,13 +59,6 @@ DEVICE Tile tile_of(const Attention& a, int number, int group) {
 template <int D>
 DEVICE int kv_tiles_of(const Attention& a, int row_0, int w) {
   return max(1, ceil_div(a.visible(min(row_0 + (w + 1) * ROWS, a.q_len) - 1), Shared<D>::B_c));
-}
-
-// Contiguous bytes, already in the layout of shared memory.
-DEVICE void bulk_load(void* to, const void* from, int bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
 // One thread loads all tiles. It takes the next one when the last load of this one is under way: dynamic scheduling.

@@ -72,7 +72,7 @@ def _check_and_launch(
         workspace = counter(q.device)
     elif own.has_query("workspace_bytes"):
         size = own.query("workspace_bytes", q.device, q=q, k=k)
-        workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+        workspace = _aligned_bytes(size, q.device)
     numbers = dict(
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale), causal=int(causal),
         dtype=dtype_code(q.dtype),
@@ -86,11 +86,21 @@ def _check_and_launch(
     return out
 
 
+def _aligned_bytes(size: int, device: torch.device) -> Tensor:
+    """Memory from a multiple of 128 bytes on, which only on a GPU all of PyTorch's is."""
+    slack = 127 if device.type == "cpu" else 0
+    room = torch.empty(size + slack, dtype=torch.uint8, device=device)
+    begin = -room.data_ptr() % 128 if slack else 0
+    return room[begin : begin + size]
+
+
 def counter(device: torch.device) -> Tensor:
     """An int32 on this GPU that is 0 when the current stream's next launch begins, which leaves it so.
 
     A CUDA graph that is captured gets one of its own, and zeroes it: it may be replayed beside others, on any stream.
     """
+    if device.type == "cpu":
+        return torch.zeros(1, dtype=torch.int32)
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     # torch.cuda.current_stream() builds an object: 3 us

@@ -7,6 +7,8 @@
 //   registers  one warpgroup releases registers, another one allocates them (setmaxnreg)
 //   barriers   named barriers synchronise some of a block's warps
 //
+// Without a GPU they are emulated: hopper_on_cpu.cuh.
+//
 // A tile [rows][d] of 16-bit values is stored in shared memory as [d / 64][rows][64]. 64 values are the 128 bytes of a
 // swizzle row: TMA and wgmma both store 16-byte chunk c of row r as chunk c ^ (r % 8). A tile starts at a multiple of
 // 1024 bytes.
@@ -54,7 +56,12 @@ inline cudaError_t make_tensor_map(CUtensorMap* map, const void* data, Strides s
 
 #define DEVICE __device__ __forceinline__
 
+#ifdef __CUDACC__
+
 DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// For the check build: what is there may be read before it is written. Nothing depends on it then.
+DEVICE void may_be_anything(void*, int) {}
 
 // ---- mbarrier
 
@@ -90,6 +97,20 @@ DEVICE void tma_prefetch(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Loads the box at these coordinates of dimensions 1 to 4, or has it brought to L2. barrier counts the bytes.
+DEVICE void tma_load_box(void* tile, const CUtensorMap* map, uint64_t* barrier, int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(tile)),
+      "l"(map), "r"(shared_address(barrier)), "r"(0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+DEVICE void tma_prefetch_box(const CUtensorMap* map, int c1, int c2, int c3, int c4) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(0),
+               "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+               : "memory");
+}
+
 // L2 eviction policies of a load, in createpolicy's encoding for the whole of an access.
 constexpr uint64_t EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12f0000000000000, EVICT_LAST = 0x14f0000000000000;
 
@@ -112,6 +133,14 @@ DEVICE void tma_store(const CUtensorMap* map, const void* tile, int row, int hea
 }
 DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// Loads contiguous bytes, a multiple of 16, without a map. barrier counts them.
+DEVICE void bulk_load(void* to, const void* from, int bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+
 // Makes what this thread has written to shared memory visible to TMA. A barrier has to follow.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -122,6 +151,12 @@ DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" 
 DEVICE void store_matrices(uint32_t row, const uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// Writes two 8 x 8 matrices, transposed: lane l passes the address of column l % 8 of matrix l / 8 % 2.
+DEVICE void store_transposed(uint32_t column, uint32_t x, uint32_t y) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(column), "r"(x), "r"(y)
                : "memory");
 }
 
@@ -138,6 +173,12 @@ DEVICE void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+#else
+
+#include "hopper_on_cpu.cuh"
+
+#endif
+
 // ---- wgmma: d (64 x N, float) += a (64 x 16) b (16 x N)
 //
 // d[4 i + 0, 1]: row g, columns 8 i + 2 t and 8 i + 2 t + 1. d[4 i + 2, 3]: row g + 8, the same columns. Row 0 of warp
@@ -152,6 +193,8 @@ DEVICE void barrier_arrive(int id, int threads) {
 DEVICE uint32_t wgmma_descriptor(const void* tile, int block_bytes = 16) {
   return uint32_t(block_bytes >> 4) << 16 | (shared_address(tile) & 0x3ffff) >> 4;
 }
+
+#ifdef __CUDACC__
 
 // Orders register writes before wgmma's reads: before the first wgmma, and again after each write to its registers.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -232,3 +275,5 @@ WGMMA_SHAPES(64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA_SHAPES(80, 40, 40, 41, 42, 43, 44, 45, 46)
 WGMMA_SHAPES(128, 64, 64, 65, 66, 67, 68, 69, 70)
 WGMMA_SHAPES(256, 128, 128, 129, 130, 131, 132, 133, 134)
+
+#endif

@@ -27,7 +27,7 @@ class Rung:
     dtypes: tuple[torch.dtype, ...] = (FP16, BF16)
     head_dims: tuple[int, ...] = (64, 128)
     capability: tuple[int, int] = (8, 0)  # that a GPU needs at least
-    hopper: bool = False  # uses wgmma and TMA: runs on ``capability`` alone, and not on the CPU
+    hopper: bool = False  # uses wgmma and TMA: of all GPUs, runs on those of ``capability`` alone
     vector: int = 16  # bytes to which pointers and strides must be aligned for its loads
     tf32: bool = False  # takes float32 tensors, but multiplies them rounded to tf32
     split: bool = False  # multiplies float32 on tensor cores, in 16-bit parts
@@ -46,10 +46,6 @@ class Rung:
     def source(self) -> Path:
         return FOLDER / self.file
 
-    @property
-    def runs_on_cpu(self) -> bool:
-        return not self.hopper
-
     def exact_in(self, dtype: torch.dtype) -> bool:
         """Whether products are as accurate as the tensors: not where float32 is rounded to tf32."""
         return dtype in self.dtypes and not (self.tf32 and dtype == FP32)
@@ -64,10 +60,7 @@ class Rung:
         if head_dim not in self.head_dims:
             return f"{self} is made for head_dim {_join(map(str, self.head_dims))}; got {head_dim}"
         needs = f"{self} needs a GPU of compute capability {_version(self.capability)}"
-        if device.type == "cpu":
-            if self.hopper:
-                return f"{needs} (Hopper); got tensors on the CPU"
-        else:
+        if device.type != "cpu":
             gpu = torch.cuda.get_device_properties(device)
             has = (gpu.major, gpu.minor)
             if has < self.capability or (self.hopper and has != self.capability):
@@ -144,7 +137,9 @@ def _fastest_first(
     return [
         r
         for r in rungs
-        if r.exact_in(dtype) and r.why_not(device, dtype, head_dim, alignment) is None
+        if r.exact_in(dtype)
+        and r.why_not(device, dtype, head_dim, alignment) is None
+        and not (device.type == "cpu" and r.hopper)  # the CPU takes its time for wgmma
     ]
 
 

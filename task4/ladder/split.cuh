@@ -48,9 +48,25 @@ DEVICE uint32_t bits(__half2 pair) { return reinterpret_cast<const uint32_t&>(pa
 // hi of both. That of an infinity is finite, the largest fp16, so that only lo is infinite: of two infinite products,
 // lo' hi and hi' lo, the sum could be NaN.
 DEVICE __half2 finite_hi(float x, float y) {
+#ifdef __CUDACC__
   uint32_t hi;
   asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(hi) : "f"(y), "f"(x));
   return reinterpret_cast<const __half2&>(hi);
+#else
+  const auto finite = [](float z) { return z < -65504.0f ? -65504.0f : z > 65504.0f ? 65504.0f
+                                                                                    : z; };
+  return __floats2half2_rn(finite(x), finite(y));
+#endif
+}
+
+// The largest of all threads' values, of which none is negative. of_warp: shared memory.
+template <int WARPS>
+DEVICE float largest_of_block(float largest, uint32_t (&of_warp)[WARPS]) {
+  const uint32_t own = __reduce_max_sync(~0u, __float_as_uint(largest));
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = own;
+  __syncthreads();  // all warps have written theirs
+  for (const uint32_t warp : of_warp) largest = fmaxf(largest, __uint_as_float(warp));
+  return largest;
 }
 
 DEVICE void store_split(uint8_t* hi, uint8_t* lo, float4 x, float factor) {
@@ -80,9 +96,7 @@ __global__ void __launch_bounds__(SPLIT_THREADS) split_kernel(const Attention a,
     for (const float y : {x[n].x, x[n].y, x[n].z, x[n].w})
       if (fabsf(y) < INFINITY) largest = fmaxf(largest, fabsf(y));
   __shared__ uint32_t of_warp[SPLIT_THREADS / 32];
-  of_warp[threadIdx.x / 32] = __reduce_max_sync(~0u, __float_as_uint(largest));
-  __syncthreads();  // all warps have written theirs
-  for (const uint32_t warp : of_warp) largest = fmaxf(largest, __uint_as_float(warp));
+  largest = largest_of_block(largest, of_warp);
 
   const float factor = factor_for(largest);
   Record& record = static_cast<Record*>(a.workspace)[blockIdx.x];

@@ -20,14 +20,19 @@ DEVICE void arrive_as_warp(uint64_t* barrier) {
 
 // 2^x in one instruction. Results below 2^-126 are 0.
 DEVICE float fast_exp2(float x) {
+#ifdef __CUDACC__
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+#else
+  return exp2f(x);
+#endif
 }
 
 // Two 16-bit values in one register.
 template <typename T>
 DEVICE uint32_t pack(float low, float high) {
+#ifdef __CUDACC__
   uint32_t bits;
   if constexpr (std::is_same_v<T, __half>) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
@@ -35,6 +40,13 @@ DEVICE uint32_t pack(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
   }
   return bits;
+#else
+  const union {
+    T pair[2];
+    uint32_t bits;
+  } u = {{T(low), T(high)}};
+  return u.bits;
+#endif
 }
 
 // Issues S = Q_i K_j^T, which runs until a wgmma_wait(). It multiplies only the first KEYS of the block's B_c keys; S

@@ -1,5 +1,5 @@
 // Rung 2. The launch begins while the one before it ends, and has L2 fetch its first keys meanwhile.
-// architectures: sm_90a
+// architectures: sm_90a cpu
 //
 // Compared with rung 1, only the launch and its wait differ: dependent_launch.cuh.
 constexpr int WARPS = 4, KV_BYTES = 64 * 1024;

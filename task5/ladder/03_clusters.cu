@@ -1,5 +1,5 @@
 // Rung 3. The blocks that share a pair are a cluster, and send their parts to each other's shared memory.
-// architectures: sm_90a
+// architectures: sm_90a cpu
 //
 //   grid   (blocks of a cluster, pairs of a sequence, batch)
 //

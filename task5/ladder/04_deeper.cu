@@ -1,5 +1,5 @@
 // Rung 4. Three tiles on the way instead of two, for long caches: fewer blocks fit on an SM, but each waits less.
-// architectures: sm_90a
+// architectures: sm_90a cpu
 //
 // Compared with rung 3, KV_BYTES.
 constexpr int WARPS = 4, KV_BYTES = 96 * 1024;

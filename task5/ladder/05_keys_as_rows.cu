@@ -1,5 +1,5 @@
 // Rung 5. Keys are the rows of the products, by wgmma, and TMA loads them.
-// architectures: sm_90a
+// architectures: sm_90a cpu
 //
 //   S^T = K_j Q^T          64 keys x N rows of q, N = 8 to 64
 //   O^T = V_j^T P^T        64 columns of V x N

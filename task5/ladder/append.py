@@ -9,7 +9,7 @@ from task5.ladder.call import expect_loadable, is_hopper
 
 HEAD_DIMS = (16, 256)  # from, to; multiples of 16
 _KERNELS = Kernels(__file__, "append.cu")
-_DEPENDENT = Kernels(__file__, "append_dependent.cu")  # Hopper alone
+_DEPENDENT = Kernels(__file__, "append_dependent.cu")  # of GPUs, for Hopper
 
 
 def append_rope(
@@ -45,7 +45,8 @@ def append_rope(
             rotated, q stays as it is.
         block_table: int32 ``(batch, max_pages)``, contiguous: position p is row ``p % page_size`` of page
             ``block_table[b, p // page_size]``. Two tokens must not have the same page and row.
-        dependent: begin while the launch ahead ends, and let the next one do so; on Hopper alone, and there if None.
+        dependent: begin while the launch ahead ends, and let the next one do so; of GPUs on Hopper alone, and there if
+            None.
 
     Lengths and pages cannot be checked before the launch. A key and a value whose position is outside of the cache, or
     whose page is outside of the pool, are not written. For a token at a negative position, or at one past cos and sin,
@@ -56,12 +57,12 @@ def append_rope(
     """
     _check(q, k, v, k_cache, v_cache, seqlens_k, cos, sin, block_table)
     hopper = is_hopper(q.device)
-    if dependent and not hopper:
+    if dependent and q.is_cuda and not hopper:
         raise ValueError(
-            f"dependent=True runs on a Hopper GPU alone; the tensors are on {q.device}"
+            f"of GPUs, dependent=True runs on Hopper alone; the tensors are on {q.device}"
         )
     if (q.numel() or k.numel()) and (cos is None or cos.numel()):
-        kernels = _DEPENDENT if hopper and dependent is not False else _KERNELS
+        kernels = _DEPENDENT if dependent or (hopper and dependent is None) else _KERNELS
         kernels.launch(
             "append", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, seqlens_k=seqlens_k, block_table=block_table,
             max_pages=0 if block_table is None else block_table.shape[1], cos=cos, sin=sin,

@@ -71,7 +71,7 @@ def decode_attention(
             its keys are not seen.
         window: how many keys a token sees at most, itself included; None: no limit.
         batch_invariant: a sequence's result has the same bits alone, in any batch and order, contiguous or paged.
-        rung: 1, or 2 to 5 on Hopper, 5 for 16 bits alone; the fastest for these shapes if None.
+        rung: 1, or of GPUs on Hopper 2 to 5, 5 for 16 bits alone; the fastest for these shapes if None.
 
     Returns:
         ``(batch, q_len, heads, head_dim)``, contiguous, q's dtype. A query that sees no key gives 0.
@@ -177,11 +177,20 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
+def sms_of(device: torch.device) -> int:
+    """How many blocks are at work at once, one on each SM."""
+    if device.type == "cpu":
+        return ON_CPU
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _check_rung(q: Tensor, rung: int | None) -> None:
     if rung is not None and rung not in RUNGS:
         raise ValueError(f"rung must be one of {RUNGS}; got {rung!r}")
-    if rung is not None and rung > 1 and not is_hopper(q.device):
-        raise ValueError(f"rung {rung} runs on a Hopper GPU alone; the tensors are on {q.device}")
+    if rung is not None and rung > 1 and q.is_cuda and not is_hopper(q.device):
+        raise ValueError(
+            f"of GPUs, rung {rung} runs on Hopper alone; the tensors are on {q.device}"
+        )
     if rung == KEYS_AS_ROWS and q.dtype == torch.float32:
         raise ValueError(f"rung {rung} computes in 16 bits; got {describe(q)}")
 
@@ -237,7 +246,7 @@ def _plan(
         number = rung or (3 if batch_invariant else 4)
         of_a_cluster = _of_a_cluster(call, number, kv_heads, *fixed)
         blocks = of_a_cluster * batch * _pairs(call, number, kv_heads)
-        alone = blocks <= torch.cuda.get_device_properties(call.device).multi_processor_count
+        alone = blocks <= sms_of(call.device)
         tiles = -(-kv_len // call.query(number, "keys_of_a_tile")) // of_a_cluster
         if rung or batch_invariant or not (alone and tiles > LONGEST):
             return _Plan(number, blocks)
@@ -255,7 +264,7 @@ def _plan(
 
 def _few_pairs(call: _Call, heads: int, kv_len: int) -> bool:
     """Whether rung 5 is the fastest: so few kv heads that blocks share their keys, or many rows of q for each."""
-    sms = torch.cuda.get_device_properties(call.device).multi_processor_count
+    sms = sms_of(call.device)
     if call.rows > ROWS:
         return True
     if 4 * heads > sms:
@@ -278,7 +287,7 @@ def _of_a_cluster(call: _Call, rung: int, kv_heads: int, batch: int, kv_len: int
     """
     pairs = batch * _pairs(call, rung, kv_heads)
     tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
-    sms = torch.cuda.get_device_properties(call.device).multi_processor_count
+    sms = sms_of(call.device)
     blocks = 1
 
     def room(blocks: int) -> int:
@@ -300,7 +309,7 @@ def _clusters_of_a_pair(call: _Call, blocks: int, keys: int) -> int:
 
     They merge through global memory, which pays where each block still has many of its ``keys``.
     """
-    sms = torch.cuda.get_device_properties(call.device).multi_processor_count
+    sms = sms_of(call.device)
     clusters = 1
     while (
         2 * clusters <= MOST_CLUSTERS

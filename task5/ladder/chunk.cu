@@ -1,5 +1,5 @@
 // Chunked prefill: a chunk of a prompt against a long cache, few rows and many keys. fp16 or bf16, sums in fp32.
-// architectures: sm_90a
+// architectures: sm_90a cpu
 //
 //   q, out (batch, q_len, heads, head_dim)     k, v (batch, kv_len, kv_heads, head_dim)
 //   grid  (splits, tiles kv_heads, batch)      the splits of a tile are clusters of up to 8
@@ -54,15 +54,6 @@ struct Shared {
   bool last;  // of the tile's clusters
 };
 
-// Loads 64 columns of `tokens` rows of all heads of a group.
-DEVICE void load_packed(void* tile, const CUtensorMap* map, uint64_t* barrier, int head, int token, int part, int b) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(tile)),
-      "l"(map), "r"(shared_address(barrier)), "r"(0), "r"(head), "r"(token), "r"(part), "r"(b)
-      : "memory");
-}
-
 template <typename T, int D>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1) chunk_kernel(const __grid_constant__ Chunk c) {
   const Attention& a = c.a;
@@ -95,7 +86,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1) chunk_kernel(c
     if (threadIdx.x == 0 && first < end) {  // the producer
       mbarrier_arrive_expect(&s.q_full, c.tokens * c.group * D * sizeof(T));
       for (int part = 0; part < D / 64; ++part)
-        load_packed(s.Q + part * B_r * 64, &c.q_map, &s.q_full, kv_head * c.group, token_0, part, b);
+        tma_load_box(s.Q + part * B_r * 64, &c.q_map, &s.q_full, kv_head * c.group, token_0, part, b);
       for (int j = end - 1; j >= first - 1; --j) {  // in the order of use: K, K V, K V, ..., V
         if (j >= first) {
           mbarrier_wait(&s.k_empty[k.index], k.parity ^ 1);

@@ -15,6 +15,7 @@ from task5.ladder.call import (
     expect_scale,
     is_hopper,
     loadable,
+    sms_of,
     workspace,
 )
 
@@ -27,7 +28,7 @@ MOST_CLUSTERS = 16  # of a tile
 # clusters' merging, and each of their parts.
 OVERHEAD, MERGING, PART = 4, 2, 2
 LADDER = 0.86  # of a block of task 4's ladder for KEYS keys
-_KERNELS = Kernels(__file__, "chunk.cu")  # Hopper alone
+_KERNELS = Kernels(__file__, "chunk.cu")  # of GPUs, for Hopper
 
 
 def chunk_attention(
@@ -53,7 +54,7 @@ def chunk_attention(
         ``(batch, q_len, heads, head_dim)``, contiguous, q's dtype. A query that sees no key gives 0.
 
     Raises:
-        ValueError: arguments that do not fit, named; or tensors that are not on a Hopper GPU.
+        ValueError: arguments that do not fit, named; or tensors on a GPU that is no Hopper.
     """
     batch, heads, kv_heads, q_len, kv_len, head_dim = check_attention(
         q, k, v, DTYPES, HEAD_DIMS[-1]
@@ -67,9 +68,9 @@ def chunk_attention(
         raise ValueError(
             f"split must be one of {SPLITS} blocks, and 1 to {MOST_CLUSTERS} clusters; got {split!r}"
         )
-    if not is_hopper(q.device):
+    if q.is_cuda and not is_hopper(q.device):
         raise ValueError(
-            f"chunk_attention runs on a Hopper GPU alone; the tensors are on {q.device}"
+            f"of GPUs, chunk_attention runs on Hopper alone; the tensors are on {q.device}"
         )
     expect_loadable(q=q, k=k, v=v)
     out = torch.empty((batch, q_len, heads, head_dim), dtype=q.dtype, device=q.device)
@@ -83,7 +84,7 @@ def chunk_attention(
             f" {batch:,} and {q_len:,} queries of {heads} heads on {kv_heads} kv heads"
         )
     tiles = _tiles(q_len, heads, kv_heads) * batch
-    splits, clusters = split or best_split(tiles, -(-kv_len // KEYS), _sms(q.device))
+    splits, clusters = split or best_split(tiles, -(-kv_len // KEYS), sms_of(q.device))
     partial, counters = None, None
     if clusters > 1:
         floats = tiles * clusters * ROWS * (head_dim + 2)
@@ -116,7 +117,7 @@ def faster_than_the_ladder(q: Tensor, k: Tensor, v: Tensor) -> bool:
     batch, q_len, heads, _ = q.shape
     if not _fits(batch, q_len, heads, k.shape[2]):
         return False
-    return _is_faster(batch, q_len, heads, k.shape[2], k.shape[1], _sms(q.device))
+    return _is_faster(batch, q_len, heads, k.shape[2], k.shape[1], sms_of(q.device))
 
 
 def _tiles(q_len: int, heads: int, kv_heads: int) -> int:
@@ -140,7 +141,7 @@ def _is_faster(batch: int, q_len: int, heads: int, kv_heads: int, kv_len: int, s
 def _cost(tiles: int, blocks: int, sms: int, split: tuple[int, int]) -> float:
     """Time of a call, in that of KEYS keys of a block."""
     splits, clusters = split
-    at_once = (sms if splits < 4 else sms * 10 // 11) // splits
+    at_once = max(1, (sms if splits < 4 else sms * 10 // 11) // splits)
     waves = -(-tiles * clusters // at_once)
     merging = MERGING + PART * clusters / splits if clusters > 1 else 0
     return waves * (-(-blocks // (splits * clusters)) + OVERHEAD) + merging
@@ -164,8 +165,3 @@ def best_split(tiles: int, blocks: int, sms: int) -> tuple[int, int]:
         ),
         key=lambda split: (_cost(tiles, blocks, sms, split), split[0] * split[1]),
     )
-
-
-@functools.cache
-def _sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

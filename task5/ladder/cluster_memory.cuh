@@ -8,6 +8,8 @@
 #define DEVICE __device__ __forceinline__
 #endif
 
+#ifdef __CUDACC__
+
 // The threads of a cluster meet: no thread passes wait_for_cluster() before all have passed arrive_in_cluster(); what
 // they wrote before is visible after.
 DEVICE void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
@@ -42,3 +44,19 @@ DEVICE void send_to(int rank, float2* to, float2 x, uint64_t* barrier) {
                    of_block(to, rank)),
                "f"(x.x), "f"(x.y), "r"(of_block(barrier, rank)) : "memory");
 }
+
+#else
+
+DEVICE void arrive_in_cluster(CUDA_ON_CPU_CALLER) { cuda_on_cpu::cluster_arrive(file, line); }
+DEVICE void wait_for_cluster(CUDA_ON_CPU_CALLER) { cuda_on_cpu::cluster_wait(file, line); }
+DEVICE void start_in_cluster(CUDA_ON_CPU_CALLER) { cuda_on_cpu::cluster_arrive(file, line); }
+template <typename T>
+DEVICE void store_to(int rank, T* to, T x, CUDA_ON_CPU_CALLER) {
+  cuda_on_cpu::cluster_store(rank, to, &x, sizeof(x), nullptr, file, line);
+}
+template <typename T>
+DEVICE void send_to(int rank, T* to, T x, uint64_t* barrier, CUDA_ON_CPU_CALLER) {
+  cuda_on_cpu::cluster_store(rank, to, &x, sizeof(x), barrier, file, line);
+}
+
+#endif

@@ -29,12 +29,6 @@ DEVICE uint32_t pack(float low, float high) {
   } u = {{from_float<T>(low), from_float<T>(high)}};
   return u.bits;
 }
-// Writes two 8 x 8 matrices, transposed: lane l passes the address of column l % 8 of matrix l / 8 % 2.
-DEVICE void store_transposed(uint32_t column, uint32_t x, uint32_t y) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(column), "r"(x), "r"(y)
-               : "memory");
-}
-
 template <typename T, int D, int N>
 struct Consumer {
   using Memory = Shared<D, N>;
@@ -249,7 +243,7 @@ struct Consumer {
     wait_for_the_launch_before();
     Item item(c, blockIdx.x, N);
     load_queries(item);
-    __syncthreads();  // Q complete, and the first sequence is known
+    barrier_sync(ALL, THREADS + 32);  // Q complete, and the first sequence is known
     s = mem.sequence;
     for (int i = mem.skipped; i > 0; --i) wait(), __syncwarp(), release(index), next();
 #pragma unroll 1

@@ -5,15 +5,17 @@
 #define DEPENDENT_LAUNCH
 constexpr bool DEPENDENT = true;
 
+#ifdef __CUDACC__
 __device__ __forceinline__ void wait_for_the_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void begin_the_next_launch() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-#ifndef NO_PREFETCH
-constexpr bool AHEAD = true;
-#else
-constexpr bool AHEAD = false;
-#endif
 __device__ __forceinline__ void prefetch_L2(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
+#else  // launches run one after the other
+inline void wait_for_the_launch_before() {}
+inline void begin_the_next_launch() {}
+inline void prefetch_L2(const void*) {}
+#endif
+
+constexpr bool AHEAD = true;
 
 // Of each `blocks_of_a_cluster` neighbours in x a cluster.
 template <typename Arguments>

@@ -5,7 +5,7 @@
 
 constexpr int MOST_BLOCKS = 16, MOST_CLUSTERS = 8;  // of a cluster, of a pair: powers of two
 constexpr int ALONE = 64;  // blocks that share a sequence by itself: a batch-invariant call has a part for each
-constexpr int COMPUTE = 1;                          // the named barrier of the four warps
+constexpr int ALL = 0, COMPUTE = 1;  // named barriers: of all five warps, of the four that compute
 
 struct Arguments {
   Decode a;
@@ -70,6 +70,14 @@ constexpr int BUFFERS = TWO_FIT<D, N> ? (room_for<D, N>(113 * 1024) > 6 ? 6 : ro
                                       : (room_for<D, N>(226 * 1024) > 6 ? 6 : room_for<D, N>(226 * 1024));
 
 // d (64 x N) += a (64 x 16) b (16 x N), from descriptors. TRANS_A: the product sums over a's rows (V).
+#ifndef __CUDACC__
+template <typename T, int N, int TRANS_A>
+struct Product {
+  DEVICE static void run(float (&d)[N / 2], uint32_t a, uint32_t b, int add, CUDA_ON_CPU_CALLER) {
+    cuda_on_cpu::wgmma({WGMMA_TYPE<T>, N, add != 0, TRANS_A != 0, false, a, b, nullptr}, d, file, line);
+  }
+};
+#else
 template <typename T, int N, int TRANS_A>
 struct Product;
 
@@ -95,3 +103,4 @@ PRODUCTS(8, 4, "%0, %1, %2, %3", 4, 5, 6, 7, WGMMA_D4(0))
 PRODUCTS(16, 8, REGISTERS_8, 8, 9, 10, 11, WGMMA_D8(0))
 PRODUCTS(32, 16, REGISTERS_16, 16, 17, 18, 19, WGMMA_D8(0), WGMMA_D8(8))
 PRODUCTS(64, 32, WGMMA_R32, 32, 33, 34, 35, WGMMA_D32)
+#endif

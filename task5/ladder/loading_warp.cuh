@@ -2,19 +2,6 @@
 #pragma once
 #include "keys_as_rows.cuh"
 
-DEVICE void load_box(const CUtensorMap& map, uint64_t* barrier, void* to, int row, int part, int head, int page) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(to)),
-      "l"(&map), "r"(shared_address(barrier)), "r"(0), "r"(row), "r"(part), "r"(head), "r"(page)
-      : "memory");
-}
-DEVICE void prefetch_box(const CUtensorMap& map, int row, int part, int head, int page) {
-  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(&map), "r"(0),
-               "r"(row), "r"(part), "r"(head), "r"(page)
-               : "memory");
-}
-
 template <int D, int N>
 struct Producer {
   using Memory = Shared<D, N>;
@@ -47,8 +34,8 @@ struct Producer {
 
   DEVICE void prefetch(const Place& at) const {
     if (!loads()) return;
-    prefetch_box(c.k_map, at.row, part, item.kv_head, at.page);
-    prefetch_box(c.v_map, at.row, part, item.kv_head, at.page);
+    tma_prefetch_box(&c.k_map, at.row, part, item.kv_head, at.page);
+    tma_prefetch_box(&c.v_map, at.row, part, item.kv_head, at.page);
   }
   DEVICE void load(const CUtensorMap& map, const Place& at) {
     mbarrier_wait(&mem.empty[index], parity ^ 1);
@@ -59,8 +46,8 @@ struct Producer {
     }
     __syncwarp();
     if (loads())
-      load_box(map, &mem.full[index], mem.KV + index * Memory::TILE + (part * Memory::KEYS + key) * 128, at.row, part,
-               item.kv_head, at.page);
+      tma_load_box(mem.KV + index * Memory::TILE + (part * Memory::KEYS + key) * 128, &map, &mem.full[index], at.row,
+                   part, item.kv_head, at.page);
     if (++index == c.buffers) index = 0, parity ^= 1;
   }
   DEVICE void load_tile(const Place& at) { load(c.k_map, at), load(c.v_map, at); }
@@ -118,7 +105,7 @@ struct Producer {
       find_share(s, tile, end);
     }
     if (threadIdx.x % 32 == 0) mem.sequence = s, mem.skipped = same ? 0 : 2 * ahead;
-    __syncthreads();  // the sequence is known, and Q complete
+    barrier_sync(ALL, THREADS + 32);  // the sequence is known, and Q complete
 
     for (int n = blockIdx.x; n < c.items;) {
       n += gridDim.x;

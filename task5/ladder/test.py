@@ -14,14 +14,8 @@ from task5.ladder.call import KEYS_AS_ROWS, ON_CPU
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
-RUNGS = [
-    1,
-    *(
-        pytest.param(n, marks=pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"))
-        for n in (2, 3, 4, 5)
-    ),
-    None,
-]
+OTHER_GPU = pytest.mark.skipif(DEVICE == "cuda" and not HOPPER, reason="of GPUs, needs a Hopper")
+RUNGS = [1, *(pytest.param(n, marks=OTHER_GPU) for n in (2, 3, 4, 5)), None]
 HALVES = (torch.float16, torch.bfloat16)
 LENGTHS = (1, 63, 64, 65, 200, 333, 700) if DEVICE == "cpu" else (1, 64, 65, 333, 700, 2500, 5000)
 CASES = 40 if DEVICE == "cpu" else 200
@@ -326,14 +320,14 @@ def test_bad_input(change, message):
         decode_attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="rung 2 may run here")
-def test_rung_2_is_for_hopper():
-    q = torch.zeros(1, 1, 2, 64, dtype=HALF)
-    with pytest.raises(ValueError, match="rung 2 runs on a Hopper GPU alone"):
-        decode_attention(q, q, q, rung=2)
+def test_of_gpus_rung_2_is_for_hopper(monkeypatch):
+    monkeypatch.setattr(call, "is_hopper", lambda device: False)
+    q = SimpleNamespace(is_cuda=True, device="cuda:0")
+    with pytest.raises(ValueError, match="of GPUs, rung 2 runs on Hopper alone; .* on cuda:0"):
+        call._check_rung(q, 2)
 
 
-@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@OTHER_GPU
 def test_rung_5_is_for_16_bits():
     q = torch.zeros(1, 1, 2, 64, device=DEVICE)
     with pytest.raises(ValueError, match="rung 5 computes in 16 bits; got .*float32"):
@@ -416,13 +410,14 @@ def test_16_bits_take_rung_5_for_many_rows_wide_heads_and_the_same_bits(h200):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
-def test_the_check_build_finds_nothing():
+@pytest.mark.parametrize("rung", [1, 3, 5])
+def test_the_check_build_finds_nothing(rung):
     from common.build import using
 
     for _ in range(8):
         seed = new_seed()
-        case = Case(seed)
+        case = case_for(rung, seed)
         for order in ("forward", "random"):
-            with using(check=True, order=order, seed=1):
-                case.run(paged=order == "random", batch_invariant=seed % 2 == 0)
+            with using(check=True, order=order, seed=1, limit=120):
+                case.run(paged=order == "random", batch_invariant=seed % 2 == 0, rung=rung)
     assert ON_CPU > 1  # several blocks share a pair

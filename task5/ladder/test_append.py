@@ -10,13 +10,13 @@ from common.build import using
 from common.check import assert_close
 from common.check.rng import new_seed
 from common.inputs import KERNEL_DTYPES
-from task5.ladder import decode_attention
+from task5.ladder import append, decode_attention
 from task5.ladder.append import append_rope
 from task6.rope import RoPE, apply_rotary_emb
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
-WAYS = [False, pytest.param(True, marks=pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"))]  # fmt: skip
+WAYS = [False, pytest.param(True, marks=pytest.mark.skipif(DEVICE == "cuda" and not HOPPER, reason="of GPUs, needs a Hopper"))]  # fmt: skip
 CASES = 60
 
 
@@ -297,17 +297,26 @@ F32, I32 = {"dtype": torch.float32}, {"dtype": torch.int32}
         ({"cos": zeros(9, 64, **F32)[:, ::2]}, "cos must be contiguous"),
         ({"cos": zeros(9 * 32 + 1, **F32)[1:].view(9, 32)}, "cos must have .* rows that begin at multiples of 16 bytes"),
         ({"sin": zeros(8, 32, **F32)}, r"sin must be \(9, 32\)"),
-        ({"dependent": True}, "dependent=True runs on a Hopper GPU alone; the tensors are on cpu"),
     ],
 )  # fmt: skip
 def test_bad_input(change, message):
-    given = {
+    with pytest.raises(ValueError, match=message):
+        append_rope(**good_input() | change)
+
+
+def good_input():
+    return {
         "q": zeros(1, 1, 4, 64), "k": zeros(1, 1, 2, 64), "v": zeros(1, 1, 2, 64), "k_cache": zeros(1, 9, 2, 64),
         "v_cache": zeros(1, 9, 2, 64), "seqlens_k": zeros(1, **I32),
         "cos": zeros(9, 32, **F32), "sin": zeros(9, 32, **F32),
-    } | change  # fmt: skip
-    with pytest.raises(ValueError, match=message):
-        append_rope(**given)
+    }  # fmt: skip
+
+
+def test_of_gpus_a_dependent_launch_is_for_hopper(monkeypatch):
+    monkeypatch.setattr(append, "is_hopper", lambda device: False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with pytest.raises(ValueError, match="of GPUs, dependent=True runs on Hopper alone"):
+        append_rope(**good_input(), dependent=True)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")

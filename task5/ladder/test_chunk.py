@@ -5,21 +5,24 @@ import random
 import pytest
 import torch
 
+from common.build import using
 from common.check import assert_close
 from common.check.attention import attention_float64, attention_pytorch
 from common.check.rng import new_seed
 from task5.ladder import chunk
 from task5.ladder.chunk import best_split, chunk_attention, faster_than_the_ladder
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
 HALF = torch.float16
-needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+LENGTHS = (1, 127, 128, 129, 1000) + (3000,) * (DEVICE == "cuda")
+OTHER_GPU = pytest.mark.skipif(DEVICE == "cuda" and not HOPPER, reason="of GPUs, needs a Hopper")
 
 
-@needs_hopper
+@OTHER_GPU
 @pytest.mark.parametrize("part", range(4))
 def test_it_matches_float64(part):
-    for _ in range(40):
+    for _ in range(40 if DEVICE == "cuda" else 8):
         seed = new_seed()
         r = random.Random(seed)
         torch.manual_seed(seed)
@@ -28,18 +31,18 @@ def test_it_matches_float64(part):
             r.choice((1, 2, 4)),
             r.choice((1, 2, 3, 4, 7, 8, 16)),
         )
-        q_len, kv_len = r.choice((1, 16, 17, 100, 333)), r.choice((1, 127, 128, 129, 1000, 3000))
+        q_len, kv_len = r.choice((1, 16, 17, 100, 333)), r.choice(LENGTHS)
         head_dim, dtype = r.choice((64, 128)), r.choice((torch.float16, torch.bfloat16))
         options = dict(
             causal=r.random() < 0.6,
             split=r.choice((None, (1, 1), (2, 1), (4, 1), (8, 1), (1, 3), (2, 8), (8, 2))),
         )
-        q = torch.randn(batch, q_len, kv_heads * group, head_dim, device="cuda").to(dtype)
+        q = torch.randn(batch, q_len, kv_heads * group, head_dim, device=DEVICE).to(dtype)
         # room behind the keys, and both in one tensor: strides that are not those of a contiguous one
         kv = torch.full(
-            (batch, kv_len + 5, 2, kv_heads, head_dim), torch.nan, device="cuda", dtype=dtype
+            (batch, kv_len + 5, 2, kv_heads, head_dim), torch.nan, device=DEVICE, dtype=dtype
         )
-        kv[:, :kv_len] = torch.randn(batch, kv_len, 2, kv_heads, head_dim, device="cuda")
+        kv[:, :kv_len] = torch.randn(batch, kv_len, 2, kv_heads, head_dim, device=DEVICE)
         k, v = (kv[:, :kv_len, i] for i in range(2))
         got = chunk_attention(q, k, v, **options)
         k, v = (t.repeat_interleave(group, 2) for t in (k, v))
@@ -83,10 +86,10 @@ def test_what_it_does_not_take_is_the_ladders():
     q, k = torch.zeros(1, 20, 2, 64, dtype=HALF), torch.zeros(1, 40, 2, 64, dtype=HALF)
     assert not faster_than_the_ladder(q, k, k)  # no GPU
     if HOPPER:
-        q, k = (torch.zeros(1, n, 8, 128, dtype=HALF, device="cuda") for n in (20, 8000))
+        q, k = (torch.zeros(1, n, 8, 128, dtype=HALF, device=DEVICE) for n in (20, 8000))
         assert faster_than_the_ladder(q, k, k)
         assert not faster_than_the_ladder(k, q, q) and not faster_than_the_ladder(q.float(), k, k)
-        odd = torch.zeros(1, 8000, 8, 129, dtype=HALF, device="cuda")[..., :128]
+        odd = torch.zeros(1, 8000, 8, 129, dtype=HALF, device=DEVICE)[..., :128]
         assert not faster_than_the_ladder(q, k, odd)
 
 
@@ -112,8 +115,23 @@ def test_bad_input(shapes, options, message):
         chunk_attention(q, k, k, **options)
 
 
-@pytest.mark.skipif(HOPPER, reason="it may run here")
-def test_it_is_for_hopper():
+def test_of_gpus_it_is_for_hopper(monkeypatch):
+    monkeypatch.setattr(chunk, "is_hopper", lambda device: False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     q = torch.zeros(1, 20, 2, 64, dtype=HALF)
-    with pytest.raises(ValueError, match="runs on a Hopper GPU alone; the tensors are on cpu"):
+    with pytest.raises(ValueError, match="of GPUs, chunk_attention runs on Hopper alone"):
         chunk_attention(q, q, q)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
+@pytest.mark.parametrize("split", [(1, 1), (4, 1), (2, 3)])
+def test_the_check_build_finds_nothing(split):
+    q, k = torch.randn(1, 20, 4, 64, dtype=HALF), torch.randn(1, 300, 2, 64, dtype=HALF)
+    for order in ("forward", "random"):
+        with using(check=True, order=order, seed=1, limit=120):
+            got = chunk_attention(q, k, k, causal=True, split=split)
+        many = k.repeat_interleave(2, 2)
+        truth, pytorch = (
+            f(q, many, many, causal=True) for f in (attention_float64, attention_pytorch)
+        )
+        assert_close(got, truth, pytorch, axes=("batch", "row", "head", "column"))

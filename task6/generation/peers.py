@@ -122,7 +122,9 @@ def compiled(weights: Weights, batch: int, max_seq_len: int) -> HuggingFace:
 
 
 def one_launch(weights: Weights, batch: int, max_seq_len: int) -> Decoder:
-    """The decoder with a persistent step."""
+    """The decoder with a persistent step; ValueError without a GPU, where it can be checked and not timed."""
+    if not weights.embedding.is_cuda:
+        raise ValueError("a step in one launch is timed on a Hopper GPU alone")
     return Decoder(weights, batch, max_seq_len, persistent=True)
 
 

@@ -1,5 +1,5 @@
 // A decode step of a whole model in one launch.
-// architectures: sm_90a
+// architectures: sm_90a cpu
 //
 //   grid  (SMs), all resident; block (320): eight warps that compute, and two that load
 //
@@ -93,6 +93,7 @@ struct Memory {
 
 // ---- All blocks meet: what they wrote before is visible after. The warps that load have no part in it.
 
+#ifdef __CUDACC__
 DEVICE int load_acquire(const int* from) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
@@ -101,6 +102,24 @@ DEVICE int load_acquire(const int* from) {
 
 DEVICE void add_release(int* to, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+#else
+DEVICE int load_acquire(const int* from) {
+  cuda_on_cpu::yield();  // to the threads that it waits for
+  const int value = __atomic_load_n(from, __ATOMIC_ACQUIRE);
+  __threadfence();
+  return value;
+}
+DEVICE void add_release(int* to, int value) { __threadfence(), atomicAdd(to, value); }
+#endif
+
+// What others update atomically, at some time or other.
+DEVICE unsigned long long peek(const unsigned long long* at) {
+#ifdef __CUDACC__
+  return *static_cast<const volatile unsigned long long*>(at);
+#else
+  return __atomic_load_n(at, __ATOMIC_RELAXED);
+#endif
 }
 
 struct Grid {
@@ -399,7 +418,7 @@ DEVICE void compute_step(const Model& m, Memory<X_ROWS, D>& mem, Stage stage) {
     const Product p = m.product<T>(mem.layers[i], which);
     compute<T, X_ROWS, Math>(p, mem.ring, mem.x, stage, [&](int row, int column, float sum) {
       const unsigned long long rank = which == HEAD ? rank_of(sum, column) : 0;
-      if (rank > *static_cast<volatile unsigned long long*>(&mem.best[row])) atomicMax(&mem.best[row], rank);
+      if (rank > peek(&mem.best[row])) atomicMax(&mem.best[row], rank);
     });
     if (which == HEAD) break;
     grid.meet_all();
@@ -423,7 +442,11 @@ DEVICE void compute_step(const Model& m, Memory<X_ROWS, D>& mem, Stage stage) {
 
 // ---- The warps that load
 
+#ifdef __CUDACC__
 DEVICE void to_L2(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
+#else
+DEVICE void to_L2(const void*) {}
+#endif
 
 // What else a product takes from memory is in L2 by then: the memory's queue is long while weights are read.
 template <typename T>
@@ -457,7 +480,7 @@ __global__ void __launch_bounds__(THREADS, 1) step_kernel(const __grid_constant_
     reinterpret_cast<const void**>(mem.layers)[i] = reinterpret_cast<const void* const*>(m.layers)[i];
   if (threadIdx.x < m.rows) mem.lengths[threadIdx.x] = m.lengths[threadIdx.x];
   if (threadIdx.x == COMPUTE) tma_prefetch(&m.k_map), tma_prefetch(&m.v_map);
-  start(mem.ring, SLOTS);
+  start(mem.ring, SLOTS, SLOT);
   Stage stage = {SLOTS, SLOT, IN_FLIGHT};
   if (__shfl_sync(~0u, threadIdx.x / 32, 0) < WARPS) {
     compute_step<T, X_ROWS, D, Math>(m, mem, stage);

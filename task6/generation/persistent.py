@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.build import Kernels, dtype_code
+from common.build import Kernels, dtype_code, touching
 from common.inputs import describe
-from task5.ladder.call import is_hopper
+from task5.ladder.call import is_hopper, sms_of
 from task6.generation.product import ACTIVATIONS
 
 MAX_ROWS = 8
@@ -20,7 +20,7 @@ FEWEST_KEYS = 32  # of a block
 LAYER = (
     "norm_1", "qkv", "qkv_sums", "qkv_bias", "o", "o_bias", "norm_2", "up", "up_sums", "up_bias", "down", "down_bias",
 )  # fmt: skip
-_KERNELS = Kernels(__file__, "persistent.cu")  # Hopper alone
+_KERNELS = Kernels(__file__, "persistent.cu")  # of GPUs, for Hopper
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StepModel:
 
 
 class PersistentStep:
-    """A step of a model: called, it advances these buffers, in one launch. Hopper alone.
+    """A step of a model: called, it advances these buffers, in one launch. Of GPUs, for Hopper; the CPU can check it.
 
     Args:
         model: of float32, float16 or bfloat16 tensors, each contiguous, with head_dim 64 or 128.
@@ -66,7 +66,7 @@ class PersistentStep:
         lengths: int32 ``(batch,)``, positions of the caches that are filled. Each grows by one; the caller sees to it
             that there is room.
         logits: ``(batch, vocab)``, from which the next tokens are taken.
-        blocks: no more than the GPU holds at once, one on each SM; that many if None.
+        blocks: no more than the GPU holds at once, one on each SM; that many if None, and a few without a GPU.
 
     Raises:
         ValueError: a model or a batch that the kernel does not take.
@@ -86,9 +86,9 @@ class PersistentStep:
         (_, _, max_seq, kv_heads, head_dim), hidden = k_cache.shape, model.embedding.shape[1]
         if not 1 <= rows <= MAX_ROWS:
             raise ValueError(f"a persistent step takes from 1 to {MAX_ROWS} sequences; got {rows}")
-        if blocks is None and not is_hopper(lengths.device):
+        if lengths.is_cuda and not is_hopper(lengths.device):
             raise ValueError(
-                f"a persistent step runs on a Hopper GPU alone; got tensors on {lengths.device}"
+                f"of GPUs, a persistent step runs on Hopper alone; got tensors on {lengths.device}"
             )
         if len(model.layers) > MAX_LAYERS:
             raise ValueError(
@@ -110,7 +110,7 @@ class PersistentStep:
                     f"tensors and their rows must begin at multiples of 16 bytes; got {describe(t)}"
                 )
         if blocks is None:
-            blocks = torch.cuda.get_device_properties(lengths.device).multi_processor_count
+            blocks = sms_of(lengths.device)
         if k_cache.stride() != v_cache.stride() or k_cache.stride(0) % k_cache.stride(1):
             raise ValueError(
                 "layers of k_cache and v_cache must be whole sequences apart, as far in both; got strides"
@@ -124,7 +124,10 @@ class PersistentStep:
             [0 if layer.get(name) is None else layer[name].data_ptr() for name in LAYER]
             for layer in model.layers
         ]
-        self._kept = model  # the kernel has addresses only
+        # The kernel has their addresses only.
+        self._behind = {
+            f"{name}_{i}": t for i, layer in enumerate(model.layers) for name, t in layer.items()
+        } | {"k_caches": k_cache, "v_caches": v_cache}
 
         def buffer(columns: int) -> Tensor:
             return torch.empty(rows, columns, **place)
@@ -145,4 +148,5 @@ class PersistentStep:
 
     def __call__(self) -> None:
         """Advance by one token."""
-        _KERNELS.launch("step", **self.arguments)
+        with touching(**self._behind):
+            _KERNELS.launch("step", **self.arguments)

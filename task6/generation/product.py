@@ -15,7 +15,7 @@ ACTIVATIONS = (None, "swiglu", "gelu")
 ON_CPU = 3  # blocks where there is no GPU
 BLOCKS_PER_SM = 2
 _KERNELS = Kernels(__file__, "product.cu")
-_STREAMED = Kernels(__file__, "streamed_product.cu")  # Hopper alone
+_STREAMED = Kernels(__file__, "streamed_product.cu")  # of GPUs, for Hopper
 
 
 def product(

@@ -67,8 +67,9 @@ DEVICE void wait_until_free(Shared<X_ROWS>& mem, const Stage& stage) {
 }
 
 template <int X_ROWS>
-DEVICE void start(Shared<X_ROWS>& mem, int stages) {
+DEVICE void start(Shared<X_ROWS>& mem, int stages, int bytes) {
   if (threadIdx.x == 0) {
+    may_be_anything(mem.stages, stages * bytes);  // where there are no rows of w, whose sums are no part of out
     for (int i = 0; i < stages; ++i) mbarrier_init(&mem.full[i], LOADERS), mbarrier_init(&mem.empty[i], WARPS);
     mbarrier_init_fence();
   }
@@ -76,13 +77,6 @@ DEVICE void start(Shared<X_ROWS>& mem, int stages) {
 }
 
 // ---- The warps that load
-
-DEVICE void copy_row(void* to, const void* from, int bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
-}
 
 template <typename T, int X_ROWS>
 DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage) {
@@ -102,7 +96,7 @@ DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage) {
         mbarrier_arrive_expect(&mem.full[stage.index], all);
       }
       __syncwarp();
-      if (bytes > 0) copy_row(stage.at(mem.stages) + piece * PITCH, from + k, bytes, &mem.full[stage.index]);
+      if (bytes > 0) bulk_load(stage.at(mem.stages) + piece * PITCH, from + k, bytes, &mem.full[stage.index]);
       stage.next();
     }
   }
@@ -277,8 +271,9 @@ struct XRing {
 #pragma unroll
       for (int i = 0; i < GROUPS; ++i) {
         const int row = 4 * i + threadIdx.x % 32 / 8;
-        const T* from = static_cast<const T*>(p.x) + row * p.x_stride + (inside ? next_k : 0);
-        if (row < p.rows) cp_async<16>(&own[to][step()][row][threadIdx.x % 4 * 16], from, inside);
+        const bool has = inside && row < p.rows;  // or zeros
+        const T* from = static_cast<const T*>(p.x) + (has ? row * p.x_stride + next_k : 0);
+        if (row < X_ROWS) cp_async<16>(&own[to][step()][row][threadIdx.x % 4 * 16], from, has);
       }
       --left, advance(next_k, p.K);
     }

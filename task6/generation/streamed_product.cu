@@ -1,5 +1,5 @@
 // product.cu's products on Hopper: the weights are a stream that does not stop between launches.
-// architectures: sm_90a
+// architectures: sm_90a cpu
 //
 //   x (rows, K) with up to 16 rows, w (N, K)   fp32, fp16 or bf16, sums in fp32; out, norm, SwiGLU, residual as there
 //
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(THREADS, X_ROWS <= 8 ? 2 : 1) product_kernel(c
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& mem = *reinterpret_cast<Memory<X_ROWS>*>(raw);
   begin_the_next_launch();
-  start(mem.ring, p.stages);
+  start(mem.ring, p.stages, p.bytes);
   Stage stage = {p.stages, p.bytes, p.stages};
   if (__shfl_sync(~0u, threadIdx.x / 32, 0) >= WARPS) {
     load_weights<T>(p, mem.ring, stage);  // of this launch: the one before may still run

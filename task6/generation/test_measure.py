@@ -102,7 +102,7 @@ def test_a_case_is_measured(monkeypatch):
     assert list(found.speeds) == [OURS, *names]
     assert found.same == dict.fromkeys(names, 6)
     assert found.left_out.pop("library") == "no such shape"
-    reason = "a persistent step runs on a Hopper GPU alone; got tensors on cpu"
+    reason = "a step in one launch is timed on a Hopper GPU alone"
     assert found.left_out == ({} if HOPPER else {peers.ONE_LAUNCH: reason})
     assert len(found.begins) == 6 and found.parts and case.length == 5 + parts.STEPS + 2
     assert found.held == 4 * (PLAIN.weights + PLAIN.cache(2, case.length))

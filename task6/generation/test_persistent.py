@@ -7,31 +7,33 @@ from dataclasses import replace
 import pytest
 import torch
 
+from common.build import using
 from common.check.rng import new_seed
-from task6.generation import Decoder, Weights
+from task6.generation import Decoder, Weights, persistent
 from task6.generation.config import Config
 from task6.generation.persistent import PersistentStep
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
-needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+OTHER_GPU = pytest.mark.skipif(DEVICE == "cuda" and not HOPPER, reason="of GPUs, needs a Hopper")
+CASES, STEPS = (6, 5) if DEVICE == "cuda" else (3, 2)
 
 
 def random_case(r):
     """A config, dtype, batch and length of prompts."""
     kv_heads, group = r.choice((1, 2, 8)), r.choice((1, 2, 3, 4, 8))
     config = Config(
-        2, 8 * r.choice((8, 40, 256)), kv_heads * group, kv_heads, r.choice((64, 128)), 8 * r.choice((20, 128)),
+        2, 8 * r.choice((8, 40, 256 if DEVICE == "cuda" else 140)), kv_heads * group, kv_heads, r.choice((64, 128)), 8 * r.choice((20, 128)),
         r.choice((100, 5001)), tied=r.random() < 0.5,
     )  # fmt: skip
     dtype = r.choice((torch.float32, torch.float16, torch.bfloat16))
-    return config, dtype, r.randint(1, 8), r.choice((1, 7, 60, 700))
+    return config, dtype, r.randint(1, 8), r.choice((1, 7, 60, 700 if DEVICE == "cuda" else 200))
 
 
-@needs_hopper
+@OTHER_GPU
 @pytest.mark.parametrize("part", range(4))
 def test_the_same_logits_as_many_launches(part):
-    for _ in range(6):
+    for _ in range(CASES):
         seed = new_seed()
         r = random.Random(seed)
         torch.manual_seed(seed)
@@ -40,7 +42,7 @@ def test_the_same_logits_as_many_launches(part):
         many, one = (Decoder(weights, batch, seq + 9, persistent=p) for p in (False, True))
         prompt = torch.randint(config.vocab, (batch, seq), device=DEVICE)
         assert torch.equal(many.prefill(prompt), one.prefill(prompt))
-        for _ in range(5):
+        for _ in range(STEPS):
             one.tokens.copy_(many.tokens)
             many.step()
             one.logits.fill_(math.nan)
@@ -53,37 +55,49 @@ def test_the_same_logits_as_many_launches(part):
             assert torch.equal(one.tokens[:, 0], one.logits.argmax(-1)), seed
 
 
-@needs_hopper
+@OTHER_GPU
 def test_float32_tokens_are_the_decoders():
     torch.manual_seed(0)
     config = Config(3, 512, 8, 2, 64, 1024, 1000)
     weights = Weights.random(config, device=torch.device(DEVICE), dtype=torch.float32)
     prompt = torch.randint(1000, (3, 20), device=DEVICE)
     many, one = (Decoder(weights, 3, 200, persistent=p) for p in (False, True))
-    assert torch.equal(many.generate(prompt, 150), one.generate(prompt, 150))
+    tokens = 150 if DEVICE == "cuda" else 20
+    assert torch.equal(many.generate(prompt, tokens), one.generate(prompt, tokens))
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        (9, "a persistent step takes from 1 to 8 sequences; got 9"),
-        pytest.param(
-            1, "runs on a Hopper GPU alone; got tensors on cpu",
-            marks=pytest.mark.skipif(HOPPER, reason="it may run here"),
-        ),
-    ],
-)  # fmt: skip
-def test_what_it_does_not_take(batch, message):
+@pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
+@pytest.mark.parametrize("order", ["forward", "random"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_check_build_finds_nothing(dtype, order):
+    config = Config(2, 128, 6, 2, 64, 136, 100)
+    weights = Weights.random(config, device=torch.device(DEVICE), dtype=dtype)
+    decoder = Decoder(weights, 3, 80, persistent=True)
+    decoder.prefill(torch.randint(100, (3, 70)))
+    with using(check=True, order=order, seed=1, limit=120):
+        decoder.step()
+
+
+def tiny_weights():
     config = Config(1, 64, 1, 1, 64, 64, 50)
-    weights = Weights.random(config, device=torch.device(DEVICE), dtype=torch.float32)
-    with pytest.raises(ValueError, match=message):
-        Decoder(weights, batch, 9, persistent=True)
+    return Weights.random(config, device=torch.device(DEVICE), dtype=torch.float32)
+
+
+def test_more_sequences_than_it_takes():
+    with pytest.raises(ValueError, match="a persistent step takes from 1 to 8 sequences; got 9"):
+        Decoder(tiny_weights(), 9, 9, persistent=True)
+
+
+def test_of_gpus_it_is_for_hopper(monkeypatch):
+    decoder = Decoder(tiny_weights(), 1, 9)
+    monkeypatch.setattr(persistent, "is_hopper", lambda device: False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with pytest.raises(ValueError, match="of GPUs, a persistent step runs on Hopper alone"):
+        PersistentStep(decoder._step_model(), decoder.tokens, decoder.lengths, decoder.logits)
 
 
 def test_a_norm_that_begins_elsewhere():
-    config = Config(1, 64, 1, 1, 64, 64, 50)
-    weights = Weights.random(config, device=torch.device(DEVICE), dtype=torch.float32)
-    decoder = Decoder(weights, 1, 9)
+    decoder = Decoder(tiny_weights(), 1, 9)
     model = replace(decoder._step_model(), norm=torch.ones(65, device=DEVICE)[1:])
     with pytest.raises(ValueError, match=r"must begin at multiples of 16 bytes; got .*\(64,\)"):
         PersistentStep(model, decoder.tokens, decoder.lengths, decoder.logits, blocks=1)

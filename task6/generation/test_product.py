@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from common.build import using
 from common.check.rng import new_seed
+from task6.generation import product as product_module
 from task6.generation.product import product
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,8 +53,16 @@ def expected(x, w, norm, eps, layer_norm, bias, residual, activation):
     return y, loss
 
 
+@pytest.fixture(params=[False, True], ids=["", "streamed"])
+def streamed(request, monkeypatch):
+    """With Hopper's kernel or the other one. The CPU runs both."""
+    if DEVICE == "cuda" and request.param and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("of GPUs, needs a Hopper")
+    monkeypatch.setattr(product_module, "is_hopper", lambda device: request.param)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_it_matches_float64(dtype):
+def test_it_matches_float64(dtype, streamed):
     for _ in range(25 if DEVICE == "cpu" else 100):
         seed = new_seed()
         r = random.Random(seed)
@@ -84,6 +94,15 @@ def test_it_matches_float64(dtype):
         assert (error <= loss).all(), (
             f"seed {seed}: {(error / loss).max():.3g} of what rounding explains"
         )
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
+@pytest.mark.parametrize("order", ["forward", "random"])
+def test_the_check_build_finds_nothing(order, streamed):
+    for dtype, rows, K, N in ((torch.float32, 3, 600, 33), (torch.bfloat16, 9, 1600, 20)):
+        x, w = torch.randn(rows, K).to(dtype), torch.randn(N, K).to(dtype)
+        with using(check=True, order=order, seed=1, limit=120):
+            product(x, w, norm=torch.ones(K, dtype=dtype))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 // The threads of a block are fibers on one OS thread; blocks spread over the cores. The parts:
 //   types.h          qualifiers, dim3, error codes, streams      vector_types.h  float4 and its kin
 //   runtime_abi.h    what compiled kernels call in the runtime   launch.h        k<<<...>>>(...)
+//   launch_ex.h      clusters and cooperative launches
 //   shared.h         __shared__ variables                        sync.h          barriers, fences
 //   warp.h           shuffles, votes, reductions                 atomics.h       atomicAdd, ...
 //   math.h           device math and bit functions               host_api.h      cudaMemcpy, ...
@@ -18,6 +19,7 @@
 #include "cuda_on_cpu/atomics.h"
 #include "cuda_on_cpu/host_api.h"
 #include "cuda_on_cpu/launch.h"
+#include "cuda_on_cpu/launch_ex.h"
 #include "cuda_on_cpu/math.h"
 #include "cuda_on_cpu/shared.h"
 #include "cuda_on_cpu/sync.h"

@@ -26,7 +26,7 @@ void land_copies(Fiber& thread, unsigned pending, bool all) {
     if (!worker.launch->settings.eager_copies) land(copy);
     if (worker.launch->site.checked) {
       size_t offset = worker.shared.offset(reinterpret_cast<uintptr_t>(copy.target));
-      land_copy(worker.shared_cells.get() + offset, copy.bytes, thread);
+      land_copy(worker.shared_cells.get() + offset, copy.bytes, thread, thread.clock);
     }
   }
   thread.copies.resize(kept);

@@ -58,17 +58,20 @@ std::string describe(const Conflict& conflict, const std::string& where, Worker&
   const Fiber& other = worker.fiber(earlier.thread);
   std::string who = format("thread %s", show(other.index).c_str());
   if (earlier.access == Access::copy_in_flight) {
-    return format("race on %s: %s it while the cp_async that %s issued at %s is in flight; "
-                  "cp_async_wait first",
-                  where.c_str(), verb(conflict.access), who.c_str(), there.c_str());
+    const bool by_thread = !other.copies.empty();  // or it is an mbarrier that counts its bytes
+    return format("race on %s: %s it while the %s that %s issued at %s is in flight; %s first", where.c_str(),
+                  verb(conflict.access), by_thread ? "cp_async" : "copy", who.c_str(), there.c_str(),
+                  by_thread ? "cp_async_wait" : "wait for its mbarrier");
   }
   const char* hazard = conflict.access == Access::read  ? "read after write"
                        : earlier.access == Access::read ? "write after read"
                                                         : "write after write";
   bool same_warp = other.warp == worker.running().warp;
-  return format("race on %s (%s): %s it, and %s %s at %s, with no __syncthreads()%s between",
-                where.c_str(), hazard, verb(conflict.access), who.c_str(), past(earlier.access),
-                there.c_str(), same_warp ? " or __syncwarp()" : "");
+  const char* between = worker.has_async_barriers() ? ", mbarrier or other barrier"
+                        : same_warp                 ? " or __syncwarp()"
+                                                    : "";
+  return format("race on %s (%s): %s it, and %s %s at %s, with no __syncthreads()%s between", where.c_str(), hazard,
+                verb(conflict.access), who.c_str(), past(earlier.access), there.c_str(), between);
 }
 
 /// What is wrong with an access that is not inside `name`, `size` bytes from `begin`.

@@ -93,6 +93,8 @@ const char* error_name(cudaError_t error) {
       return "cudaErrorMisalignedAddress";
     case cudaErrorLaunchFailure:
       return "cudaErrorLaunchFailure";
+    case cudaErrorCooperativeLaunchTooLarge:
+      return "cudaErrorCooperativeLaunchTooLarge";
     case cudaErrorNotSupported:
       return "cudaErrorNotSupported";
   }
@@ -125,6 +127,8 @@ const char* error_string(cudaError_t error) {
       return "misaligned address";
     case cudaErrorLaunchFailure:
       return "unspecified launch failure";
+    case cudaErrorCooperativeLaunchTooLarge:
+      return "too many blocks in cooperative launch";
     case cudaErrorNotSupported:
       return "operation not supported";
   }

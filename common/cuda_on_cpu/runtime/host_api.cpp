@@ -3,12 +3,13 @@
 #include <algorithm>
 
 #include "launch.h"
+#include "launcher_call.h"
 
 namespace cuda_on_cpu {
 
 cudaError_t set_max_dynamic_shared(const void* kernel, int bytes) {
   std::lock_guard<std::mutex> guard(launch_lock());
-  const Architecture& arch = architecture(settings().arch);
+  const Architecture& arch = current_architecture();
   if (bytes < 0 || size_t(bytes) > arch.shared_per_block) {
     set_host_error(cudaErrorInvalidValue,
                    format("too much shared memory: cudaFuncSetAttribute asks for %d bytes, and a "
@@ -22,7 +23,7 @@ cudaError_t set_max_dynamic_shared(const void* kernel, int bytes) {
 
 cudaError_t device_attribute(int* value, cudaDeviceAttr attribute) {
   std::lock_guard<std::mutex> guard(launch_lock());
-  const Architecture& arch = architecture(settings().arch);
+  const Architecture& arch = current_architecture();
   switch (attribute) {
     case cudaDevAttrMaxThreadsPerBlock:
       *value = kMaxThreads;
@@ -68,7 +69,7 @@ cudaError_t device_attribute(int* value, cudaDeviceAttr attribute) {
 
 int blocks_per_multiprocessor(int threads, size_t dynamic_shared_bytes) {
   std::lock_guard<std::mutex> guard(launch_lock());
-  const Architecture& arch = architecture(settings().arch);
+  const Architecture& arch = current_architecture();
   if (threads <= 0 || threads > int(kMaxThreads)) return 0;
   size_t reserved = arch.number >= 80 ? 1024 : 0;
   size_t by_shared =

@@ -44,6 +44,10 @@ int barrier(BarrierResult wanted, bool predicate, const char* file, int line) {
   return this_worker->barrier(wanted, predicate, file, line);
 }
 
+void named_barrier(int id, int threads, bool waits, const char* file, int line) {
+  this_worker->named_barrier(id, threads, waits, file, line);
+}
+
 void yield() {
   if (current_thread) this_worker->yield(__builtin_return_address(0));
 }

@@ -74,6 +74,21 @@ std::string wrong_configuration(const LaunchConfig& config, long granted, const 
   if (grid.x > 0x7fffffffu) return "the x dimension of a grid is at most 2^31 - 1";
   if (grid.y > 65535 || grid.z > 65535) return "the y and z dimensions of a grid are at most 65535";
 
+  const bool one_block = config.cluster == 1 && !config.cooperative;
+  if (!one_block && arch.number < (config.cluster == 1 ? 60 : 90)) {
+    return format("clusters need sm_90; this is sm_%d", arch.number);
+  }
+  if (config.cluster == 0 || config.cluster > 16) return "a cluster has from 1 to 16 blocks, neighbours in x";
+  if (grid.x % config.cluster != 0) {
+    return format("the x dimension of the grid must be a multiple of the cluster's %u blocks", config.cluster);
+  }
+  code = cudaErrorCooperativeLaunchTooLarge;
+  const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z;
+  if (config.cooperative && blocks > uint64_t(arch.multiprocessors)) {
+    return format("a cooperative launch of %llu blocks, and %d fit at once", (unsigned long long)blocks,
+                  arch.multiprocessors);
+  }
+
   code = cudaErrorInvalidValue;
   size_t dynamic = config.dynamic_shared_bytes;
   if (dynamic > arch.shared_per_block) {
@@ -118,7 +133,7 @@ void launch_blocks(const LaunchConfig& config, const LaunchSite& site, ThreadBod
   std::lock_guard<std::mutex> guard(launch_lock());
   prepare_for_forks();
 
-  const Architecture& arch = architecture(settings().arch);
+  const Architecture& arch = current_architecture();
   long granted = granted_dynamic(site.entry_point);
   cudaError_t code;
   std::string wrong = wrong_configuration(config, granted, arch, code);
@@ -135,6 +150,10 @@ void launch_blocks(const LaunchConfig& config, const LaunchSite& site, ThreadBod
   size_t max_shared = granted >= 0 ? arch.shared_per_block : kSharedWithoutAsking;
   Launch launch{config, site, body, argument, settings(), arch, max_shared};
   launch.blocks = uint64_t(config.grid.x) * config.grid.y * config.grid.z;
+  launch.team = config.cooperative ? unsigned(launch.blocks) : config.cluster;
+  if (config.cluster > 1) launch.clusters = std::vector<Cluster>(launch.blocks / config.cluster);
+  for (Cluster& cluster : launch.clusters)
+    cluster.begin(uint64_t(config.cluster) * config.block.x * config.block.y * config.block.z);
   GlobalMemory& global = registered_tensors();
   if (site.checked && !global.empty()) {
     global.begin_launch(upcoming_block_serial());
@@ -142,6 +161,7 @@ void launch_blocks(const LaunchConfig& config, const LaunchSite& site, ThreadBod
   }
   if (call.stream) call.kernels.push_back(site.kernel);
   int threads = launch.settings.threads > 0 ? launch.settings.threads : cores();
+  threads = std::max(threads, int(launch.team));
   threads = int(std::min<uint64_t>(uint64_t(std::max(threads, 1)), launch.blocks));
   {
     FaultHandlers handlers;

@@ -21,6 +21,23 @@ struct MachineCode {
   bool contains(uintptr_t pc) const { return pc - begin < end - begin; }
 };
 
+class Worker;
+
+/// Blocks that reach each other's shared memory.
+struct Cluster {
+  std::atomic<Worker*> members[16] = {};  // null: not running
+  // Threads that have not returned, in the upper half; in the lower, how often these have come to the barrier.
+  std::atomic<uint64_t> threads{0};
+
+  void begin(uint64_t count) { threads = count << 32; }
+  void arrive() { ++threads; }
+  void leave(unsigned arrivals) { threads -= (uint64_t(1) << 32) + arrivals; }
+  bool have_all_arrived(uint64_t times) const {
+    const uint64_t now = threads;
+    return (now & 0xffffffff) >= (now >> 32) * times;
+  }
+};
+
 struct Launch {
   const LaunchConfig& config;
   const LaunchSite& site;
@@ -32,6 +49,9 @@ struct Launch {
 
   uint64_t blocks = 0;
   std::atomic<uint64_t> next_block{0};
+  unsigned team = 1;  // blocks that have to run at once: those of a cluster, or all of a cooperative launch
+  std::atomic<unsigned> running_blocks{0}, idle_blocks{0};  // idle: where all threads wait
+  std::vector<Cluster> clusters{};  // empty if a cluster is one block
   GlobalMemory* global = nullptr;  // null unless this is a check build with registered tensors
 
   std::atomic<bool> failed{false};

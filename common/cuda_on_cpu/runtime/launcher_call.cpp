@@ -11,6 +11,15 @@ LauncherCall& launcher_call() {
   return call;
 }
 
+int& arch_of_source() {
+  static thread_local int arch = 0;
+  return arch;
+}
+
+const Architecture& current_architecture() {
+  return architecture(arch_of_source() ? arch_of_source() : settings().arch);
+}
+
 cudaStream_t fresh_stream() {
   static std::atomic<uintptr_t> last{0x1000};  // small values name the default streams
   return reinterpret_cast<cudaStream_t>(last += 0x10);

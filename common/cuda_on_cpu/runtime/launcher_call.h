@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../include/cuda_runtime.h"
+#include "settings.h"
 
 namespace cuda_on_cpu {
 
@@ -19,6 +20,12 @@ struct LauncherCall {
 
 /// The call that the calling thread is in or, until the next one begins, was in.
 LauncherCall& launcher_call();
+
+/// 90 while the calling thread calls functions of a source that is for sm_90a; 0: for any GPU.
+int& arch_of_source();
+
+/// The GPU whose limits hold for the calling thread. Under the launch lock.
+const Architecture& current_architecture();
 
 /// A handle that no other call was given.
 cudaStream_t fresh_stream();

@@ -38,6 +38,9 @@ extern "C" void cuda_on_cpu_clear_registered() { registered_tensors().clear(); }
 /// next.
 extern "C" const char* cuda_on_cpu_take_error() { return take_host_error(); }
 
+/// The calling thread is about to call functions of a source that is for this GPU alone: 90 for sm_90a, 0 for any.
+extern "C" void cuda_on_cpu_of_arch(int arch) { arch_of_source() = arch; }
+
 /// The calling thread is about to call a launcher with the returned stream. Forgets what the thread's
 /// earlier launchers did.
 extern "C" void* cuda_on_cpu_begin() {

@@ -20,7 +20,8 @@ struct Judge {
     const Worker& worker = *thread.worker;
     if (earlier.block != worker.block_serial) return blocks_are_ordered;
     if (earlier.thread == thread.rank || earlier.phase != worker.phase) return true;
-    return earlier.thread / 32u == thread.warp && thread.seen[earlier.thread % 32] >= earlier.clock;
+    if (earlier.thread / 32u == thread.warp && thread.seen[earlier.thread % 32] >= earlier.clock) return true;
+    return earlier.thread < thread.known.size() && thread.known[earlier.thread] >= earlier.clock;
   }
 
   bool conflicts(const Stamp& earlier) const { return counts(earlier) && !ordered(earlier); }
@@ -81,15 +82,21 @@ Conflict record_access(Cell* cells, size_t bytes, Access access, const Fiber& th
   return {};
 }
 
-void land_copy(Cell* cells, size_t bytes, const Fiber& thread) {
+void land_copy(Cell* cells, size_t bytes, const Fiber& thread, uint32_t clock) {
   const Worker& worker = *thread.worker;
   for (size_t i = 0; i < bytes; ++i) {
     Stamp& write = cells[i].write;
     if (write.access != Access::copy_in_flight || write.thread != thread.rank) continue;
     write.access = Access::write;
     write.phase = worker.phase;
-    write.clock = thread.clock;
+    write.clock = clock;
   }
+}
+
+void write_from_outside(Cell* cells, size_t bytes, uint32_t block, const void* pc) {
+  constexpr uint32_t kNoPhase = ~0u;
+  const Stamp stamp{block, kNoPhase, 0, uint32_t(reinterpret_cast<uintptr_t>(pc)), 0, Access::write};
+  for (size_t i = 0; i < bytes; ++i) cells[i].write = stamp;
 }
 
 const void* code_address(const Stamp& stamp, const void* nearby) {

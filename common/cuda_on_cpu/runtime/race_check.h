@@ -1,9 +1,9 @@
 // Who last touched each byte, and whether two accesses are ordered.
 //
 // Within a block, an access comes before another one if the same thread made both, if a
-// __syncthreads is between them, or if a __syncwarp (or a chain of them) joins the two lanes. That is
-// all that CUDA promises: shuffles and votes exchange registers and order no memory. Between blocks
-// nothing is ordered.
+// __syncthreads is between them, or if a __syncwarp, an mbarrier, a named barrier or a chain of these
+// leads from one thread to the other. That is all that CUDA promises: shuffles and votes exchange
+// registers and order no memory. Between blocks nothing is ordered.
 #pragma once
 
 #include <cstddef>
@@ -31,9 +31,10 @@ struct Stamp {
   Access access = Access::none;
 };
 
-/// What is remembered of one byte: the last write, and the reads since. Two readers are enough:
-/// they are kept in different warps where there are such, and then any unordered writer differs
-/// from one.
+/// What is remembered of one byte: the last write, and the reads since. Two readers are enough where
+/// only a __syncthreads orders warps: they are kept in different warps where there are such, and then
+/// any unordered writer differs from one. With mbarriers a third warp that is too early may be missed
+/// in one order of the threads, and is found in another.
 struct Cell {
   Stamp write, readers[2];
 };
@@ -62,8 +63,11 @@ Conflict record_access(Cell* cells, size_t bytes, Access access, const Fiber& th
                        bool blocks_are_ordered);
 
 /// The copy that `thread` began has landed: from now on its bytes were written by an ordinary
-/// write.
-void land_copy(Cell* cells, size_t bytes, const Fiber& thread);
+/// write, at this clock.
+void land_copy(Cell* cells, size_t bytes, const Fiber& thread, uint32_t clock);
+
+/// Another block of the cluster has written these bytes of block `block`. What orders such writes is not followed.
+void write_from_outside(Cell* cells, size_t bytes, uint32_t block, const void* pc);
 
 /// The full code address of a stamp, given one from the same library.
 const void* code_address(const Stamp& stamp, const void* nearby);

@@ -1,7 +1,8 @@
-// Running a block: which fiber goes next, barriers, and what to report when none can go on.
+// Running a block: which fiber goes next, and barriers.
 #include <algorithm>
 #include <cstring>
 #include <sstream>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -114,8 +115,10 @@ uint64_t Worker::permuted(uint64_t index) const {
       return index;
     case Order::reverse:
       return launch->blocks - 1 - index;
-    case Order::random:
-      return (index + launch->settings.seed % launch->blocks) % launch->blocks;
+    case Order::random: {
+      const uint64_t begin = launch->settings.seed % launch->blocks;
+      return (index + begin / launch->team * launch->team) % launch->blocks;  // teams stay together
+    }
   }
   return index;
 }
@@ -125,6 +128,7 @@ void Worker::begin_block(uint64_t index) {
   block.index = {unsigned(index % grid.x), unsigned(index / grid.x % grid.y),
                  unsigned(index / grid.x / grid.y)};
   current_block = &block;
+  block_index = index;
   shared.begin_block(launch->config.dynamic_shared_bytes);
 
   block_serial = ++block_serials;
@@ -135,12 +139,18 @@ void Worker::begin_block(uint64_t index) {
   conflict_.what.clear();
   ready_head_ = ready_count_ = 0;
   barrier_.arrived = 0;
+  waiting_.clear();
+  in_flight_.clear();
+  clocks_.clear();
+  for (NamedBarrier& named : named_) named = NamedBarrier();
   if (launch->settings.count && launch->site.checked && index == 0) trace_ = std::make_unique<SharedTrace>();
 
   for (unsigned w = 0; w * 32 < threads_; ++w) {
     unsigned lanes = std::min(32u, threads_ - w * 32);
     warps_[w].alive = lanes == 32 ? ~0u : (1u << lanes) - 1;
     warps_[w].waiting = 0;
+    warps_[w].products.clear();
+    warps_[w].product_group = 0;
   }
   bool reverse = launch->settings.order == Order::reverse;
   for (unsigned k = 0; k < threads_; ++k) {
@@ -148,15 +158,20 @@ void Worker::begin_block(uint64_t index) {
     if (!fiber.saved) fiber.saved = fiber.stack.start(fiber_main);
     fiber.state = Fiber::State::ready;
     fiber.copy_group = 0;
+    fiber.cluster_arrivals = 0;
     fiber.return_file = nullptr;
     fiber.return_line = 0;
     if (launch->site.checked) {
       fiber.clock = 1;
       fiber.calls.clear();
       std::memset(fiber.seen, 0, sizeof fiber.seen);
+      fiber.known.clear();
     }
     push(fiber.rank);
   }
+  if (launch->clusters.empty()) alone.begin(threads_);
+  cluster().members[index % launch->config.cluster] = this;
+  ++launch->running_blocks;
 }
 
 void Worker::run_block(uint64_t index) {
@@ -190,6 +205,15 @@ void Worker::keep_counts() {
 
 void Worker::end_block() {
   if (launch->settings.count && launch->site.checked) keep_counts();
+  cluster().members[block_index % launch->config.cluster] = nullptr;
+  --launch->running_blocks;
+  if (!block_failed_ && !in_flight_.empty()) {
+    const BulkCopy& copy = in_flight_.front();
+    fail_block(cudaErrorLaunchFailure,
+               format("%s:%d: a copy of %u bytes to shared memory was still in flight when the block ended; wait for "
+                      "its mbarrier",
+                      copy.file, copy.line, copy.bytes));
+  }
   if (!block_failed_) {
     if (const SharedVariable* v = shared.damaged()) {
       std::string declared = v->file ? format(" (declared at %s:%d)", v->file, v->line) : "";
@@ -205,6 +229,7 @@ void Worker::end_block() {
     for (auto& fiber : fibers_) {
       fiber->saved = nullptr;
       fiber->copies.clear();
+      fiber->stores.clear();
     }
   }
 }
@@ -232,10 +257,11 @@ Fiber& Worker::pop() {
 /// Leaves `me`, which waits or has returned, for a fiber that is ready.
 void Worker::switch_from(Fiber& me) {
   if (ready_count_ == 0 && alive_ > 0) {
-    if (barrier_.arrived == alive_) {
+    const bool woken = !waiting_.empty() && go_on_waiting();
+    if (!woken && barrier_.arrived == alive_) {
       if (has_conflict()) fail_now();
       release_barrier();
-    } else {
+    } else if (!woken) {
       report_deadlock();
       abandon(me);
     }
@@ -256,9 +282,22 @@ void Worker::abandon(Fiber& me) {
   __builtin_unreachable();
 }
 
+void Worker::leave_failed() {
+  block_failed_ = true;
+  abandon(running());
+}
+
 void Worker::yield(const void* pc) {
   Fiber& me = running();
   if (overdue()) fail_overdue(show_place(pc));
+  if (++yields_ > ready_count_) {  // all that are ready may be waiting in this way
+    yields_ = 0;
+    if (!wake_waiting()) land_next_copy();
+    if (launch->team > 1) {
+      if (launch->failed.load(std::memory_order_relaxed)) leave_failed();
+      std::this_thread::yield();
+    }
+  }
   push(me.rank);
   switch_from(me);
 }
@@ -266,6 +305,9 @@ void Worker::yield(const void* pc) {
 void Worker::thread_returned() {
   Fiber& me = running();
   if (!me.copies.empty()) land_copies(me, 0, true);
+  for (auto& store : me.stores) store();
+  me.stores.clear();
+  cluster().leave(me.cluster_arrivals);
   me.state = Fiber::State::returned;
   me.returned_in_phase = phase;
   --alive_;
@@ -319,178 +361,6 @@ void Worker::release_barrier() {
     fiber.state = Fiber::State::ready;
     push(fiber.rank);
   }
-}
-
-// ---- errors
-
-std::string show_place(const void* return_address, const Fiber& thread) {
-  std::vector<const void*> chain{return_address};
-  for (unsigned i = thread.calls.depth(); i-- > 0;) chain.push_back(thread.calls[i]);
-  return show_place(chain.data(), chain.size());
-}
-
-std::string Worker::in_kernel(const uint3& thread) const {
-  return format("\n  in kernel %s, block %s, thread %s, launched at %s:%d", launch->site.kernel,
-                show(block.index).c_str(), show(thread).c_str(), launch->site.file, launch->site.line);
-}
-
-/// "threads 0 to 31, 64 to 95, 128 to 159 and 32 more", of an ascending list.
-static std::string show_threads(const std::vector<unsigned>& list) {
-  constexpr int kMaxRuns = 3;
-  std::string text = list.size() == 1 ? "thread " : "threads ";
-  int runs = 0;
-  for (size_t i = 0; i < list.size();) {
-    size_t j = i + 1;
-    while (j < list.size() && list[j] == list[i] + (j - i)) ++j;
-    if (++runs > kMaxRuns) return text + format(" and %zu more", list.size() - i);
-    if (runs > 1) text += ", ";
-    text += j == i + 1 ? format("%u", list[i]) : format("%u to %u", list[i], list[j - 1]);
-    i = j;
-  }
-  return text;
-}
-
-/// A line for all threads of which `describe` says the same; "" leaves a thread out.
-template <class Describe>
-static std::string group_threads(unsigned threads, const Describe& describe) {
-  std::vector<std::pair<std::string, std::vector<unsigned>>> groups;
-  for (unsigned i = 0; i < threads; ++i) {
-    const std::string what = describe(i);
-    if (what.empty()) continue;
-    const auto is_same = [&](const auto& group) { return group.first == what; };
-    auto group = std::find_if(groups.begin(), groups.end(), is_same);
-    if (group == groups.end()) group = groups.insert(group, {what, {}});
-    group->second.push_back(i);
-  }
-  std::string text;
-  for (const auto& [what, list] : groups) text += "\n    " + show_threads(list) + what;
-  return text;
-}
-
-static std::string show_return(const Fiber& fiber) {
-  return fiber.return_file ? format(" returned at %s:%d", fiber.return_file, fiber.return_line) : " returned";
-}
-
-/// Which threads had returned when the others came to a barrier, or "". It is the reason for many a conflict: they load
-/// nothing, and are not waited for.
-std::string Worker::early_returns() const {
-  const std::string text = group_threads(threads_, [&](unsigned i) {
-    const Fiber& fiber = *fibers_[i];
-    if (fiber.state != Fiber::State::returned) return std::string();
-    return fiber.returned_in_phase != phase || barrier_.arrived > 0 ? show_return(fiber) : std::string();
-  });
-  if (text.empty()) return text;
-  return text + format("\n    and the others have come to the __syncthreads() at %s:%d: a thread that returns does "
-                       "nothing more for the block, and is not waited for",
-                       barrier_.file, barrier_.line);
-}
-
-void Worker::fail_at_barrier(const std::string& what, const std::string& place) {
-  if (has_conflict()) return;
-  conflict_ = {what, place, running().index, 0};
-}
-
-/// The first conflict of the block, if there is one. What is reported after it no longer counts.
-void Worker::report_conflict(const std::string& besides) {
-  if (!has_conflict()) return;
-  block_failed_ = true;
-  const std::string text =
-      conflict_.place + ": " + conflict_.what + besides + early_returns() + in_kernel(conflict_.thread);
-  conflict_.what.clear();
-  launch->fail(cudaErrorLaunchFailure, text);
-}
-
-void Worker::fail_now() {
-  report_conflict();
-  abandon(running());
-}
-
-void Worker::fail_block(cudaError_t code, const std::string& what) {
-  report_conflict();
-  block_failed_ = true;
-  launch->fail(code,
-               what + format("\n  in kernel %s, block %s, launched at %s:%d", launch->site.kernel,
-                             show(block.index).c_str(), launch->site.file, launch->site.line));
-}
-
-void Worker::fail(cudaError_t code, const std::string& what, const std::string& place) {
-  Fiber& me = running();
-  report_conflict();
-  block_failed_ = true;
-  launch->fail(code, place + ": " + what + in_kernel(me.index));
-  abandon(me);
-}
-
-void Worker::fail_divergent(const char* file, int line) {
-  const Fiber& me = running();
-  const Fiber& first = *fibers_[barrier_.first];
-  const std::string what = format(
-      "divergent __syncthreads(): thread %s waits at %s:%d, and thread %s has come to another one, at %s:%d; one of "
-      "the two stands under a condition that not all threads meet, and every thread of the block must reach the same "
-      "barrier",
-      show(first.index).c_str(), barrier_.file, barrier_.line, show(me.index).c_str(), file, line);
-  report_conflict("\n    " + what);
-  fail(what, file, line);
-}
-
-void Worker::fail_overdue(const char* file, int line) { fail_overdue(format("%s:%d", file, line)); }
-
-void Worker::fail_overdue(const std::string& place) {
-  report_overdue(running(), place);
-  abandon(running());
-}
-
-void Worker::report_overdue(const Fiber& thread, const std::string& place) {
-  report_conflict();
-  block_failed_ = true;
-  launch->fail(cudaErrorLaunchTimeout,
-               format("did not end within %g s: thread %s of block %s is at %s\n  in kernel %s, launched at %s:%d",
-                      launch->settings.limit, show(thread.index).c_str(), show(block.index).c_str(), place.c_str(),
-                      launch->site.kernel, launch->site.file, launch->site.line));
-}
-
-void Worker::fail(const std::string& what, const char* file, int line) {
-  fail(cudaErrorLaunchFailure, what, format("%s:%d", file, line));
-}
-
-/// No thread can go on. Reports which ones wait where.
-void Worker::report_deadlock() {
-  const std::string waiting = group_threads(threads_, [&](unsigned i) {
-    const Fiber& fiber = *fibers_[i];
-    if (fiber.state == Fiber::State::returned) return show_return(fiber);
-    if (fiber.state == Fiber::State::at_barrier) return format(" at __syncthreads(), %s:%d", fiber.file, fiber.line);
-    return format(" at %s with mask 0x%08x, %s:%d", fiber.operation, fiber.mask, fiber.file, fiber.line);
-  });
-  fail_block(cudaErrorLaunchFailure, "deadlock: no thread of the block can go on" + waiting);
-}
-
-void Worker::report_fault() {
-  Fault seen = fault;
-  fault = Fault();
-  if (seen.signal == kInterrupt) {
-    const char* exact = launch->site.checked ? "" : ", or near it; with --check the line is exact";
-    return report_overdue(*seen.fiber, show_place(seen.pc, *seen.fiber) + exact);
-  }
-  current_thread = seen.fiber;
-  std::string what;
-  if (seen.signal == kDivisionFault) {
-    what = "integer division by zero (a GPU would go on with a meaningless result)";
-  } else if (seen.is_misaligned()) {
-    what =
-        "probably a misaligned vector access: a float4 must be at a multiple of 16 bytes; the check build names the "
-        "tensor";
-  } else if (seen.fiber->stack.guard_contains(seen.address)) {
-    what = format("stack overflow: the local variables of a thread need more than %zu KiB",
-                  Stack::kUsable / 1024);
-  } else {
-    what = format("illegal memory access at address 0x%zx; the check build names the tensor",
-                  size_t(seen.address));
-  }
-  const std::string text = show_place(seen.pc, *seen.fiber) + ": " + what + in_kernel(seen.fiber->index);
-  report_conflict();
-  current_thread = nullptr;
-  block_failed_ = true;
-  launch->fail(cudaErrorIllegalAddress, text);
 }
 
 }  // namespace cuda_on_cpu

@@ -66,6 +66,7 @@ class SharedMemory {
   const SharedVariable* find(size_t offset, size_t bytes) const;
   const SharedVariable* nearest(size_t offset) const;
 
+  char* at(size_t offset) const { return arena_ + offset; }
   char* dynamic() const { return arena_ + kLead; }
   size_t static_bytes() const { return static_bytes_; }
 

@@ -87,6 +87,36 @@ void Worker::join_clocks(unsigned warp_index, unsigned lanes) {
     std::copy(joined, joined + 32, fiber.seen);
     ++fiber.clock;
   }
+  std::vector<uint32_t> known;
+  for (unsigned rest = lanes; rest != 0; rest &= rest - 1) {
+    const Fiber& fiber = *fibers_[warp_index * 32 + unsigned(__builtin_ctz(rest))];
+    if (known.size() < fiber.known.size()) known.resize(fiber.known.size());
+    for (size_t i = 0; i < fiber.known.size(); ++i) known[i] = std::max(known[i], fiber.known[i]);
+  }
+  if (known.empty()) return;
+  for (unsigned rest = lanes; rest != 0; rest &= rest - 1)
+    fibers_[warp_index * 32 + unsigned(__builtin_ctz(rest))]->known = known;
+}
+
+void Worker::release(const void* object) {
+  if (!launch->site.checked) return;
+  Fiber& me = running();
+  std::vector<uint32_t>& clocks = clocks_[object];
+  clocks.resize(threads_);
+  for (size_t i = 0; i < me.known.size(); ++i) clocks[i] = std::max(clocks[i], me.known[i]);
+  for (unsigned i = 0; i < 32 && me.warp * 32 + i < threads_; ++i)
+    clocks[me.warp * 32 + i] = std::max(clocks[me.warp * 32 + i], me.seen[i]);
+  clocks[me.rank] = me.clock++;
+}
+
+void Worker::acquire(const void* object) {
+  if (!launch->site.checked) return;
+  Fiber& me = running();
+  const auto found = clocks_.find(object);
+  if (found == clocks_.end()) return;
+  const std::vector<uint32_t>& clocks = found->second;
+  me.known.resize(threads_);
+  for (unsigned i = 0; i < threads_; ++i) me.known[i] = std::max(me.known[i], clocks[i]);
 }
 
 // ---- what they compute

@@ -3,8 +3,10 @@
 
 #include <csignal>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "fiber.h"
@@ -16,6 +18,26 @@
 namespace cuda_on_cpu {
 
 class Worker;
+
+/// A copy that an mbarrier counts, issued and not yet landed.
+struct BulkCopy {
+  std::function<void()> move;
+  void* target;
+  unsigned bytes;
+  uint64_t* barrier;
+  const char* file;
+  int line;
+  unsigned thread = 0;  // that issued it, and its clock then
+  uint32_t clock = 0;
+};
+
+/// A wgmma that has been issued, of one warp.
+struct WgmmaInFlight {
+  WgmmaOperands operands;
+  uint32_t a[32][4];
+  float* d[32];
+  unsigned group;
+};
 
 /// A cp.async that has been issued and not yet waited for.
 struct AsyncCopy {
@@ -53,6 +75,7 @@ struct Fiber : ThreadContext {
     ready,
     at_barrier,
     in_collective,
+    waiting,  // until `done`
     returned
   };
 
@@ -77,6 +100,14 @@ struct Fiber : ThreadContext {
   unsigned mask = 0;
   void* argument = nullptr;
 
+  // What it waits for.
+  bool (*done)(const Fiber&) = nullptr;
+  const void* awaited = nullptr;
+  uint64_t awaited_value = 0;
+
+  std::vector<std::function<void()>> stores;  // bulk stores that nobody has waited for
+  unsigned cluster_arrivals = 0;  // in this block
+
   std::vector<AsyncCopy> copies;
   unsigned copy_group = 0;  // groups committed so far
 
@@ -84,6 +115,7 @@ struct Fiber : ThreadContext {
   // other lanes come before what it does now.
   uint32_t clock = 1;
   uint32_t seen[32] = {};
+  std::vector<uint32_t> known;  // the same of all threads of the block; empty before the first acquire
 
   Calls calls;  // last: the fast build does not touch them
 };
@@ -91,6 +123,14 @@ struct Fiber : ThreadContext {
 struct Warp {
   unsigned alive = 0;  // lanes that have not returned
   unsigned waiting = 0;  // lanes that wait in a collective
+  std::vector<WgmmaInFlight> products;
+  unsigned product_group = 0;  // groups committed so far
+};
+
+/// A barrier with a number, for some of the block's warps.
+struct NamedBarrier {
+  int arrived = 0, threads = 0;
+  uint64_t generation = 0;  // how often it was complete
 };
 
 class Worker {
@@ -112,6 +152,24 @@ class Worker {
                   const char* file, int line);
   void yield(const void* pc);
   void thread_returned();
+
+  /// The running fiber waits until `done` holds for it.
+  void wait_until(const char* operation, bool (*done)(const Fiber&), const void* awaited, uint64_t value,
+                  const char* file, int line);
+  void named_barrier(int id, int threads, bool waits, const char* file, int line);
+  void start_copy(BulkCopy copy);
+  /// Another block has failed: this one cannot go on.
+  [[noreturn]] void leave_failed();
+
+  /// For the race checker: what the running fiber has done or seen comes before what a fiber does that acquires the
+  /// same object later.
+  void release(const void* object);
+  void acquire(const void* object);
+  bool has_async_barriers() const { return !clocks_.empty(); }
+  /// The same among the lanes of the running fiber's warp, which have met.
+  void join_lanes() {
+    if (launch->site.checked) join_clocks(running().warp, ~0u);
+  }
 
   /// Reports an error of the running fiber and never comes back. `place` is file:line or
   /// show_place().
@@ -170,6 +228,9 @@ class Worker {
   Cells shared_cells;  // null until the first check build
   uint32_t block_serial = 0;  // unique in the process
   uint32_t phase = 0;  // barriers passed by this block
+  uint64_t block_index = 0;  // in the grid
+  Cluster alone;             // of this block, where clusters are not asked for
+  Cluster& cluster() { return launch->clusters.empty() ? alone : launch->clusters[block_index / launch->config.cluster]; }
 
  private:
   void prepare_fibers();
@@ -192,6 +253,12 @@ class Worker {
   void release_barrier();
   void report_deadlock();
 
+  bool wake_waiting();
+  bool land_next_copy();
+  bool go_on_waiting();
+  void land(const BulkCopy& copy);
+  std::string still_waits_for(const Fiber& fiber) const;
+
   bool try_complete(unsigned warp_index, Fiber& latest);
   void complete(unsigned warp_index, unsigned lanes, Fiber& latest);
   void join_clocks(unsigned warp_index, unsigned lanes);
@@ -212,6 +279,11 @@ class Worker {
   unsigned ready_head_ = 0, ready_count_ = 0;
   unsigned alive_ = 0;
   bool block_failed_ = false;
+  std::vector<unsigned> waiting_;    // ranks of the fibers that wait for something
+  std::vector<BulkCopy> in_flight_;  // oldest first
+  NamedBarrier named_[16];
+  unsigned yields_ = 0;  // since the waiting ones were last looked at
+  std::unordered_map<const void*, std::vector<uint32_t>> clocks_;  // of objects, by thread; see release
 
   static constexpr unsigned kMaxAccessesAfterConflict = 1 << 20;
   struct {

@@ -212,7 +212,8 @@ class Trial:
 
 def finite_rows(rung: Rung, head_dim: int) -> tuple[int, int]:
     """Of the rows whose score is -inf because of an infinite key, how many are finite, and how many there are."""
-    q, k, v = (torch.randn(1, 515, 4, head_dim, device="cuda").to(rung.dtypes[0]) for _ in range(3))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v = (torch.randn(1, 515, 4, head_dim, device=device).to(rung.dtypes[0]) for _ in range(3))
     k[:, 200, :, 0] = torch.inf
     hidden = q[..., 0] < 0
     finite = ladder_attention(q, k, v, rung=rung.number).isfinite().all(-1)

@@ -94,6 +94,11 @@ static inline double max(float x, double y) { return fmax(x, y); }
 static inline double min(double x, float y) { return fmin(x, y); }
 static inline double max(double x, float y) { return fmax(x, y); }
 
+static inline int __vimax3_s32(int x, int y, int z) { return max(max(x, y), z); }
+static inline int __vimin3_s32(int x, int y, int z) { return min(min(x, y), z); }
+static inline unsigned __vimax3_u32(unsigned x, unsigned y, unsigned z) { return max(max(x, y), z); }
+static inline unsigned __vimin3_u32(unsigned x, unsigned y, unsigned z) { return min(min(x, y), z); }
+
 // ---- bits
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }

@@ -53,6 +53,8 @@ struct LaunchConfig {
   dim3 grid, block;
   size_t dynamic_shared_bytes;
   cudaStream_t stream;
+  unsigned cluster = 1;      // so many neighbours in x run at once and reach each other's shared memory
+  bool cooperative = false;  // all blocks run at once
   LaunchConfig(dim3 grid_, dim3 block_, size_t dynamic_shared_bytes_ = 0,
                cudaStream_t stream_ = nullptr)
       : grid(grid_), block(block_), dynamic_shared_bytes(dynamic_shared_bytes_), stream(stream_) {}
@@ -151,6 +153,48 @@ void wmma_load(const WmmaTile& tile, void* x, const void* matrix, unsigned ldm, 
 void wmma_store(const WmmaTile& tile, const void* x, void* matrix, unsigned ldm, bool by_columns, const char* file,
                 int line);
 void wmma_multiply(const WmmaShapes& shapes, void* d, const void* a, const void* b, const void* c, const char* file,
+                   int line);
+
+// ---- Hopper
+void mbarrier_init(uint64_t* barrier, int arrivals, const char* file, int line);
+/// Arrives, and adds to the bytes that the phase waits for.
+void mbarrier_arrive(uint64_t* barrier, unsigned bytes, const char* file, int line);
+void mbarrier_wait(uint64_t* barrier, int parity, const char* file, int line);
+
+/// Waits, unless it only arrives, until so many threads have come to the barrier of this number.
+void named_barrier(int id, int threads, bool waits, const char* file, int line);
+
+/// Copies that an mbarrier counts. They land later.
+void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* barrier, const char* file, int line);
+void tensor_load(void* shared, const void* map, const int (&at)[5], uint64_t* barrier, const char* file, int line);
+void tensor_store(const void* map, const void* shared, const int (&at)[5], const char* file, int line);
+void tensor_store_wait();
+
+/// What is there may be read before it is written: the check build does not report that.
+void may_be_anything(void* shared, size_t bytes);
+
+/// What __cvta_generic_to_shared() gives: an offset.
+uint32_t offset_in_shared(const void* shared);
+void stmatrix(int matrices, bool transposed, uint32_t row, const uint32_t* registers, const char* file, int line);
+
+/// d (64 x columns) = a (64 x 16) b (16 x columns), plus d if `add`, for the calling warp's 16 rows. a and b are
+/// descriptors; a_registers, if not null, is in place of a. by_rows: the product sums over the rows of the tile in
+/// shared memory.
+struct WgmmaOperands {
+  MmaType type;
+  int columns;
+  bool add, a_by_rows, b_by_rows;
+  uint32_t a, b;
+  const uint32_t* a_registers;
+};
+void wgmma(const WgmmaOperands& operands, float* d, const char* file, int line);
+void wgmma_commit(const char* file, int line);
+void wgmma_wait(int pending_groups, const char* file, int line);
+
+void cluster_arrive(const char* file, int line);
+void cluster_wait(const char* file, int line);
+/// Stores 8 or 16 bytes where block `rank` of the cluster has this variable. Its mbarrier, if not null, counts them.
+void cluster_store(int rank, void* variable, const void* value, unsigned bytes, uint64_t* barrier, const char* file,
                    int line);
 
 /// Stops the kernel: `instruction` exists on a GPU only.
