@@ -33,7 +33,8 @@ enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0,
                                        cudaDriverEntryPointSymbolNotFound = 1 };
 enum { cudaEnableDefault = 0 };
 
-static inline cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
+static inline cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned,
+                                                           unsigned long long,
                                                            cudaDriverEntryPointQueryResult* found) {
   const bool known = strcmp(name, "cuTensorMapEncodeTiled") == 0;
   *function = known ? reinterpret_cast<void*>(&cuTensorMapEncodeTiled) : nullptr;

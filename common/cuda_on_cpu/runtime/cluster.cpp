@@ -5,6 +5,7 @@
 #include "mbarrier.h"
 
 namespace cuda_on_cpu {
+
 void cluster_arrive(const char*, int) {
   Worker& worker = *this_worker;
   ++worker.running().cluster_arrivals;
@@ -49,8 +50,9 @@ void cluster_store(int rank, void* variable, const void* value, unsigned bytes, 
     write_from_outside(other->shared_cells.get() + offset, bytes, other->block_serial, __builtin_return_address(0));
   std::memcpy(target, value, bytes);
   if (!barrier) return;
-  auto* counter = reinterpret_cast<uint64_t*>(other->shared.at(own.shared.offset(reinterpret_cast<uintptr_t>(barrier))));
-  if (const char* wrong = count_bytes(counter, bytes)) own.fail(format("a store to block %d of the cluster: %s", rank, wrong), file, line);
+  const size_t at = own.shared.offset(reinterpret_cast<uintptr_t>(barrier));
+  if (const char* wrong = count_bytes(reinterpret_cast<uint64_t*>(other->shared.at(at)), bytes))
+    own.fail(format("a store to block %d of the cluster: %s", rank, wrong), file, line);
 }
 
 }  // namespace cuda_on_cpu

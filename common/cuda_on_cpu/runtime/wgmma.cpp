@@ -167,7 +167,8 @@ void store_matrices(void* const* arguments) {
     for (int lane = 0; lane < 32; ++lane) {
       const uint32_t word = static_cast<const StoreMatrix*>(arguments[lane])->registers[matrix];
       for (int half = 0; half < 2; ++half) {
-        const int row = Transposed ? lane % 4 * 2 + half : lane / 4, column = Transposed ? lane / 4 : lane % 4 * 2 + half;
+        const int along = lane % 4 * 2 + half, across = lane / 4;
+        const int row = Transposed ? along : across, column = Transposed ? across : along;
         const uint16_t value = uint16_t(word >> 16 * half);
         const uint32_t begin = static_cast<const StoreMatrix*>(arguments[matrix * 8 + row])->row;
         std::memcpy(worker.shared.at(begin) + column * 2, &value, sizeof value);
@@ -205,8 +206,9 @@ void stmatrix(int matrices, bool transposed, uint32_t row, const uint32_t* regis
                   format("%s:%d", file, line));
     if (worker.launch->site.checked) check_access(worker.shared.at(row), 16, Access::write, store.pc);
   }
-  const WarpFunction run = matrices == 4 ? (transposed ? if_whole<store_matrices<4, true>> : if_whole<store_matrices<4, false>>)
-                                         : (transposed ? if_whole<store_matrices<2, true>> : if_whole<store_matrices<2, false>>);
+  const WarpFunction run = matrices == 4
+                               ? (transposed ? if_whole<store_matrices<4, true>> : if_whole<store_matrices<4, false>>)
+                               : (transposed ? if_whole<store_matrices<2, true>> : if_whole<store_matrices<2, false>>);
   whole_warp("stmatrix", run, &store, file, line);
 }
 

@@ -230,7 +230,9 @@ class Worker {
   uint32_t phase = 0;  // barriers passed by this block
   uint64_t block_index = 0;  // in the grid
   Cluster alone;             // of this block, where clusters are not asked for
-  Cluster& cluster() { return launch->clusters.empty() ? alone : launch->clusters[block_index / launch->config.cluster]; }
+  Cluster& cluster() {
+    return launch->clusters.empty() ? alone : launch->clusters[block_index / launch->config.cluster];
+  }
 
  private:
   void prepare_fibers();

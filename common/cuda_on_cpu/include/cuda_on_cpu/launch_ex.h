@@ -1,5 +1,5 @@
-// cudaLaunchKernelEx, clusters and cooperative launches. Launches run one after the other here, so a dependent launch is
-// one like any other.
+// cudaLaunchKernelEx, clusters and cooperative launches. Launches run one after the other here, so a dependent launch
+// is one like any other.
 #pragma once
 
 #include "host_api.h"
