@@ -86,6 +86,13 @@ struct Pages {
   int now, next;      // this lane's: page first + lane, and 32 further on
 
   DEVICE void forget() { b = -1; }
+  // The same pages' numbers as they are now; and whether these are the same.
+  DEVICE Pages read_again(const Decode& a, int len) const {
+    Pages then = *this;
+    if (b >= 0) then.now = look_up(a, len, 0), then.next = look_up(a, len, 32);
+    return then;
+  }
+  DEVICE bool hold(const Pages& then) const { return __all_sync(~0u, b < 0 || (then.now == now && then.next == next)); }
   // All lanes: that page and the 31 behind it are asked for. In a sequence the numbers grow.
   DEVICE void reach(const Decode& a, int sequence, int len, int number) {
     const unsigned ahead = number - first;

@@ -17,18 +17,22 @@ struct EqualShares {
 
   int total, blocks, size, larger;  // units; no more blocks than that; `larger` blocks have one more than `size`
   int begin, end;                   // this block's units, counted over chunks, then pairs, then sequences
+  // Of the first 32 sequences each lane has one's lengths, before and after the launch ahead of this one is complete.
+  int2 known, now;
 
   // Finds the share, and its first tile. Every warp does so for itself.
   DEVICE void find(const Decode& a, Walk& w) {
     const int lane = threadIdx.x % 32, pairs = a.pairs();
-    total = 0;
-    for (int b = lane; b < a.batch; b += 32) total += units_of(a, b);
+    known = lengths_of_lane(a);
+    total = lane < a.batch ? units_of(a, known) : 0;
+    for (int b = lane + 32; b < a.batch; b += 32) total += units_of(a, lengths(a, b));
     for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
     blocks = min(total, int(gridDim.x)), size = total / blocks, larger = total - size * blocks;
     begin = begin_of(blockIdx.x), end = begin_of(blockIdx.x + 1);
     w.b = 0, w.first_unit = 0;
     for (int first = 0; first < a.batch; first += 32) {
-      const int units = first + lane < a.batch ? units_of(a, first + lane) : 0;
+      const int2 of_lane = first == 0 ? known : lengths(a, min(first + lane, a.batch - 1));
+      const int units = first + lane < a.batch ? units_of(a, of_lane) : 0;
       int sum = units;  // up to this lane's sequence
       for (int step = 1; step < 32; step *= 2) {
         const int other = __shfl_up_sync(~0u, sum, step);
@@ -40,7 +44,8 @@ struct EqualShares {
       if (before < 32) break;
     }
     w.b = min(w.b, a.batch - 1);  // even where lengths change while they are read
-    w.s = sequence(a, lengths(a, w.b));
+    const int2 of_first = make_int2(__shfl_sync(~0u, known.x, w.b & 31), __shfl_sync(~0u, known.y, w.b & 31));
+    w.s = sequence(a, w.b < 32 ? of_first : lengths(a, w.b));
     w.cut(a);
     w.at(a, min((begin - w.first_unit) / w.pair_units, pairs - 1));
     w.first_unit += w.pair * w.pair_units;
@@ -52,14 +57,16 @@ struct EqualShares {
   // Whether the lengths are still those of which it was made.
   DEVICE bool holds(const Decode& a, const Walk& w) const {
     if (!a.seqlens_k && !a.leftpad_k) return true;
-    EqualShares now;
+    if (!__all_sync(~0u, now.x == known.x && now.y == known.y)) return false;
+    if (a.batch <= 32) return true;
+    EqualShares then;
     Walk at;
-    now.find(a, at);
-    return now.total == total && at.b == w.b && at.first_unit == w.first_unit && at.s.len == w.s.len &&
+    then.find(a, at);
+    return then.total == total && at.b == w.b && at.first_unit == w.first_unit && at.s.len == w.s.len &&
            at.s.begin == w.s.begin;
   }
   DEVICE void start() const {}
-  DEVICE void read_again(const Decode&, const Walk&) const {}
+  DEVICE void read_again(const Decode& a, const Walk&) { now = lengths_of_lane(a); }
 
   // A part, written by the block that has it and read by the one that merges.
   template <int ROWS, int D>
@@ -132,9 +139,10 @@ struct EqualShares {
   }
 
  private:
-  static DEVICE int units_of(const Decode& a, int b) {
+  static DEVICE int2 lengths_of_lane(const Decode& a) { return lengths(a, min(int(threadIdx.x % 32), a.batch - 1)); }
+  static DEVICE int units_of(const Decode& a, int2 lengths) {
     Walk w;
-    w.s = sequence(a, lengths(a, b));
+    w.s = sequence(a, lengths);
     w.cut(a);
     return w.pair_units * a.pairs();
   }

@@ -226,13 +226,14 @@ __global__ void __launch_bounds__(THREADS, (FEWEST_ON_AN_SM<Math, Sharing>)) dec
     }
     queries.load();
     share.read_again(a, loader.walk);
-    loader.pages.forget();
+    if (again || !AHEAD || !share.any()) loader.pages.forget();
+    const Pages found = loader.pages, then = PAGED ? found.read_again(a, loader.walk.s.len) : found;
     loader.find_pages(a);
     walk = loader.walk;
     loader.loading = share.any(), loader.exists = 0;
 #pragma unroll 1
     for (int stage = 0; stage < STAGES - 1; ++stage) loader.load(a, mem.KV, stage);
-    if (again || share.holds(a, walk)) break;
+    if (again || (share.holds(a, walk) && found.hold(then))) break;
   }
   if (!share.takes_part()) return;
   queries.store(mem.Q[0]);
