@@ -99,6 +99,7 @@ void mbarrier_arrive(uint64_t* barrier, unsigned bytes, const char* file, int li
     return fields.bytes > kMostBytes ? "more bytes than an mbarrier counts" : nullptr;
   });
   if (wrong) this_worker->fail(format("mbarrier_arrive: %s", wrong), file, line);
+  this_worker->let_waiting_go_on();
 }
 
 void mbarrier_wait(uint64_t* barrier, int parity, const char* file, int line) {

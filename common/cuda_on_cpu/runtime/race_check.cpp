@@ -25,6 +25,10 @@ struct Judge {
   }
 
   bool conflicts(const Stamp& earlier) const { return counts(earlier) && !ordered(earlier); }
+
+  /// Which reader is kept does not matter where only a __syncthreads orders warps. With mbarriers it does, and each has
+  /// to be kept in some run.
+  bool prefers_another() const { return thread.worker->keeps_any_reader(); }
 };
 
 /// Keeps `now` among the readers, dropping one that comes before it.
@@ -33,7 +37,7 @@ void remember_reader(Cell& cell, const Stamp& now, const Judge& judge) {
   if (!judge.conflicts(first)) {
     first = now;
     if (!judge.conflicts(second)) second = Stamp();
-  } else if (!judge.conflicts(second) ||
+  } else if (!judge.conflicts(second) || judge.prefers_another() ||
              (second.thread / 32 == first.thread / 32 && now.thread / 32 != first.thread / 32)) {
     second = now;
   }

@@ -126,7 +126,7 @@ void Worker::named_barrier(int id, int threads, bool waits, const char* file, in
   release(&named);
   const uint64_t generation = named.generation;
   named.threads = threads;
-  if (++named.arrived == threads) named.arrived = 0, ++named.generation;
+  if (++named.arrived == threads) named.arrived = 0, ++named.generation, let_waiting_go_on();
   if (!waits) return;
   wait_until(
       operation,

@@ -157,6 +157,10 @@ class Worker {
   void wait_until(const char* operation, bool (*done)(const Fiber&), const void* awaited, uint64_t value,
                   const char* file, int line);
   void named_barrier(int id, int threads, bool waits, const char* file, int line);
+  /// The running fiber has arrived somewhere. In random order those that waited for it may go on before others come.
+  void let_waiting_go_on() {
+    if (launch->settings.order == Order::random && random() % 2) wake_waiting();
+  }
   void start_copy(BulkCopy copy);
   /// Another block has failed: this one cannot go on.
   [[noreturn]] void leave_failed();
@@ -166,6 +170,7 @@ class Worker {
   void release(const void* object);
   void acquire(const void* object);
   bool has_async_barriers() const { return !clocks_.empty(); }
+  bool keeps_any_reader() { return has_async_barriers() && launch->settings.order == Order::random && random() % 2; }
   /// The same among the lanes of the running fiber's warp, which have met.
   void join_lanes() {
     if (launch->site.checked) join_clocks(running().warp, ~0u);
