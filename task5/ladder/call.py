@@ -347,9 +347,9 @@ def workspace(device: torch.device, floats: int, counters: int) -> tuple[Tensor,
             counters, dtype=torch.int32, device=device
         )
 
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return new()
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
+        return new()  # on the CPU, because a launch that fails there does not end the process
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
     known = _workspaces.get((device, stream))
     if known is None or known[0].numel() < floats or known[1].numel() < counters:
         known = _workspaces[device, stream] = new()
