@@ -11,7 +11,11 @@ struct Fp32 {
   static constexpr int LANES = D / 32, KEYS = 32 / LANES;    // so many lanes share a key, 32 of its columns each
   static constexpr int QUADS = D <= 128 ? 1 : D / 128;       // four columns of O_i each, of a lane
   static constexpr int SIDES = D < 128 ? 128 / D : 1;        // groups of lanes that take turns with the values
+  // A tile's values are summed by themselves, where there are registers for it: a sum of a thousand terms one after the
+  // other would round a thousand times.
+  static constexpr bool BY_TILES = ROWS * QUADS <= 8;
   float S[ROWS], m_i[ROWS], l_i[ROWS];  // S: of key lane / LANES
+  float rescale[ROWS];                  // what the parts so far take, where it is not applied yet
   float4 O_i[ROWS][QUADS];
 
   static DEVICE int offset(int row, int piece) { return row * D + 4 * (piece ^ row * LANES % 8); }
@@ -64,19 +68,23 @@ struct Fp32 {
       float m = fmaxf(m_i[r], S[r]);
 #pragma unroll
       for (int step = LANES; step < 32; step *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, step));
-      const float shift = m == -INFINITY ? 0.0f : m, rescale = fast_exp2(m_i[r] - shift);
+      const float shift = m == -INFINITY ? 0.0f : m;
+      rescale[r] = fast_exp2(m_i[r] - shift);
       m_i[r] = m;
       S[r] = fast_exp2(S[r] - shift);
-      l_i[r] = fmaf(l_i[r], rescale, S[r]);
-#pragma unroll
-      for (int i = 0; i < QUADS; ++i) {
-        float4& O = O_i[r][i];
-        O.x *= rescale, O.y *= rescale, O.z *= rescale, O.w *= rescale;
-      }
+      l_i[r] = fmaf(l_i[r], rescale[r], S[r]);
     }
   }
 
   DEVICE void add_values(const float* V_j) {
+    float4 of_tile[BY_TILES ? ROWS : 1][QUADS] = {};
+    if constexpr (!BY_TILES) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (float4& O : O_i[r]) O.x *= rescale[r], O.y *= rescale[r], O.z *= rescale[r], O.w *= rescale[r];
+      }
+    }
 #pragma unroll
     for (int j = 0; j < KEYS; j += SIDES) {
       const int key = j + lane() / (32 / SIDES);
@@ -89,9 +97,21 @@ struct Fp32 {
         const float P = __shfl_sync(~0u, S[r], key * LANES);
 #pragma unroll
         for (int i = 0; i < QUADS; ++i) {
-          float4& O = O_i[r][i];
+          float4& O = BY_TILES ? of_tile[BY_TILES ? r : 0][i] : O_i[r][i];
           O.x = fmaf(P, V[i].x, O.x), O.y = fmaf(P, V[i].y, O.y);
           O.z = fmaf(P, V[i].z, O.z), O.w = fmaf(P, V[i].w, O.w);
+        }
+      }
+    }
+    if constexpr (BY_TILES) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) {
+          float4& O = O_i[r][i];
+          const float4 x = of_tile[r][i];
+          O.x = fmaf(O.x, rescale[r], x.x), O.y = fmaf(O.y, rescale[r], x.y);
+          O.z = fmaf(O.z, rescale[r], x.z), O.w = fmaf(O.w, rescale[r], x.w);
         }
       }
     }
