@@ -250,7 +250,7 @@ struct XRing {
 
   DEVICE XRing(const Product& p, XMemory<X_ROWS, PIECES>& mem, int passes) : own(mem[threadIdx.x / 32]) {
     pieces = unseen = ceil_div(p.K, CHUNK), stay = pieces <= PIECES;
-    left = stay ? pieces : passes * pieces, at = (stay ? pieces : PIECES) - 1;
+    left = stay ? min(passes, 1) * pieces : passes * pieces, at = (stay ? pieces : PIECES) - 1;
     next_k = next_norm = first_k();
     for (int i = 0; i < PIECES - 1; ++i) ask(p);
     load_norm(p);
