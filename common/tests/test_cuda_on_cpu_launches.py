@@ -77,10 +77,10 @@ def test_the_kernels_of_a_launch_share_its_time():
 
     launch(1, 1)
     rounds = int(0.1 / launch(1, 10_000_000) * 10_000_000)  # a tenth of a second
-    with using(limit=1.5):
+    with using(limit=4):
         for _ in range(20):
             launch(1, rounds)
-        with pytest.raises(KernelError, match="did not end within 1.5 s"):
+        with pytest.raises(KernelError, match="did not end within 4 s"):
             launch(10_000, rounds)
 
 
