@@ -14,10 +14,11 @@
 
 #include <utility>
 
+#include "attention.cuh"
 #include "stream.cuh"
 
-constexpr int SLOT = PIECES * PITCH, SLOTS = 184 * 1024 / SLOT;  // bytes of a stage, and how many fit
-constexpr int IN_FLIGHT = 2;                                     // stages
+constexpr int SLOT = PIECES * PITCH;  // bytes of a stage
+constexpr int IN_FLIGHT = 2;          // stages
 
 struct Layer {
   const void *norm_1, *qkv, *qkv_sums, *qkv_bias, *o, *o_bias, *norm_2, *up, *up_sums, *up_bias, *down, *down_bias;
@@ -26,7 +27,6 @@ struct Layer {
 struct Shape {
   int N, K, units, per_stage, pieces;
 };
-constexpr int MOST_HEADS = 4;  // of a group, that share a read of its keys
 constexpr int MOST_LAYERS = 80;
 enum Which { QKV,
              O,
@@ -45,7 +45,7 @@ struct Model {
   int layer_stride;          // layer_stride layer + b
   float* partial;            // [item][its head][head_dim], and behind all of them m, l
   unsigned long long* best;  // of each row of the logits, 0 between launches
-  int *counters, *lengths;   // counters: 2, and one for the items that are merged; 0 between launches
+  int *counters, *lengths;   // counters: Grid's; of blocks that are done; of merged items. 0 between launches
   int64_t* tokens;
   int layer_count, rows, hidden, heads, kv_heads, max_seq, activation, splits;
   int shared_by, sets;  // query heads of a kv head that share a read of its keys, and how many such sets there are
@@ -73,16 +73,14 @@ struct Model {
   }
 };
 
+template <int X_ROWS>
+constexpr int X_PIECES = X_ROWS <= 4 ? 8 : 3;
+
 template <int X_ROWS, int D>
 struct Memory {
-  struct Parts {  // of the warps, in attention
-    float O[WARPS][MOST_HEADS][D];
-    float2 ml[WARPS][MOST_HEADS];
-  };
   union {
-    Parts parts;
-    alignas(128) XMemory<X_ROWS, X_ROWS == 1 ? 16 : X_ROWS <= 4 ? 8
-                                                                : 3> x;  // in products
+    Parts<D> parts;  // in attention
+    alignas(128) XMemory<X_ROWS, X_PIECES<X_ROWS>> x;  // in products
   };
   unsigned long long best[X_ROWS];
   bool last;
@@ -122,16 +120,21 @@ DEVICE unsigned long long peek(const unsigned long long* at) {
 #endif
 }
 
+// Blocks are counted in several places: of one, whoever looks would wait for all that are counted there.
+constexpr int PLACES = 8, APART = 32;  // ints: a line of memory
 struct Grid {
-  int* counter;
-  int target = 0;
+  int* counters;
+  int meetings = 0;
 
-  DEVICE void meet_all() {
+  DEVICE void come() {
     meet();
-    if (threadIdx.x == 0) {
-      target += gridDim.x;
-      add_release(counter, 1);
-      while (load_acquire(counter) < target) {
+    ++meetings;
+    if (threadIdx.x == 0) add_release(&counters[blockIdx.x % PLACES * APART], 1);
+  }
+  DEVICE void wait_for_all() {
+    if (threadIdx.x < 32) {
+      const int place = min(int(threadIdx.x), PLACES - 1), blocks = ceil_div(int(gridDim.x) - place, PLACES);
+      while (__any_sync(~0u, threadIdx.x < PLACES && load_acquire(&counters[place * APART]) < meetings * blocks)) {
       }
     }
     meet();
@@ -150,65 +153,12 @@ DEVICE void embed(const Model& m) {
   }
 }
 
-template <typename T, int N>
-struct alignas(16) Vector {
-  T x[N];
-};
-
-template <typename T, int N>
-DEVICE Vector<T, N> load_vector(const T* from) { return *reinterpret_cast<const Vector<T, N>*>(from); }
-
-// Elements e to e + N - 1 of a head, rotated; `other`: those that stand half a head away; left: in its first half.
-template <typename T, int N>
-DEVICE Vector<T, N> rotated(Vector<T, N> own, const Vector<T, N>& other, const Vector<float, N>& cos,
-                            const Vector<float, N>& sin, bool left) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const float x = to_float(own.x[n]), y = to_float(other.x[n]);
-    own.x[n] = from_float<T>(x * cos.x[n] + (left ? -y : y) * sin.x[n]);
-  }
-  return own;
-}
-
-// What is known of a row after some keys: N of its columns.
-template <int N>
-struct Part {
-  float m = -INFINITY, l = 0.0f, O[N] = {};
-
-  // COUNT keys, of which those with a score of -inf are none.
-  template <int COUNT, typename T>
-  DEVICE void add(const float (&S)[COUNT], const Vector<T, N> (&v)[COUNT]) {
-    float top = m;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) top = fmaxf(top, S[i]);
-    const float shift = top == -INFINITY ? 0.0f : top, rescale = exp2f(m - shift);
-    m = top, l *= rescale;
-#pragma unroll
-    for (int n = 0; n < N; ++n) O[n] *= rescale;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      const float P = exp2f(S[i] - shift);
-      l += P;
-#pragma unroll
-      for (int n = 0; n < N; ++n) O[n] = fmaf(P, to_float(v[i].x[n]), O[n]);
-    }
-  }
-  DEVICE void merge(float other_m, float other_l, const float (&other_O)[N]) {
-    const float top = fmaxf(m, other_m), shift = top == -INFINITY ? 0.0f : top;
-    const float rescale = exp2f(m - shift), factor = exp2f(other_m - shift);
-    m = top, l = l * rescale + other_l * factor;
-#pragma unroll
-    for (int n = 0; n < N; ++n) O[n] = O[n] * rescale + other_O[n] * factor;
-  }
-};
-
 // ---- Attention. Keys and values come through the ring, tile by tile, like weights: they are on their way before q is.
 
-// A tile has so many keys that a warp takes four steps for it: K, and behind it V, fill a stage.
 template <typename T, int D>
-constexpr int KEYS = 4 * WARPS * (32 * 16 / int(sizeof(T)) / D);
+constexpr int KEYS = AttentionOf<T, D>::KEYS;
 template <typename T, int D>
-constexpr int TILE = KEYS<T, D> * D * int(sizeof(T));  // bytes
+constexpr int TILE = AttentionOf<T, D>::TILE;
 
 // A share of a sequence's keys, for some query heads of a kv head.
 template <typename T, int D>
@@ -236,6 +186,7 @@ DEVICE void load_keys(const Model& m, const int* lengths, int layer, Shared<X_RO
   // One warp keys, one values.
   static_assert(LOADERS == 2 && 2 * TILE<T, D> <= SLOT);
   const int loader = threadIdx.x / 32 % LOADERS;
+  stage.in_flight = IN_FLIGHT * (SLOT / (2 * TILE<T, D>));
   for (int i = blockIdx.x; i < items_of(m); i += gridDim.x) {
     const Item<T, D> item(m, lengths, i);
     for (int key = item.begin; key < item.end; key += KEYS<T, D>) {
@@ -248,117 +199,50 @@ DEVICE void load_keys(const Model& m, const int* lengths, int layer, Shared<X_RO
       stage.next();
     }
   }
+  stage.in_flight = IN_FLIGHT;
 }
 
 template <typename T, int X_ROWS, int D>
-DEVICE void attend(const Model& m, int layer, Memory<X_ROWS, D>& mem, Stage& stage) {
-  constexpr int N = 16 / sizeof(T), LANES = D / N, AT_ONCE = 32 / LANES, TILE_STEPS = 4;  // AT_ONCE keys of a warp
-  constexpr int AT_A_TIME = 8;                                                            // parts
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, e = lane % LANES * N;
+DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<X_ROWS, D>& mem, Stage& stage) {
+  constexpr int AT_A_TIME = 16;  // parts
   float2* partial_ml = reinterpret_cast<float2*>(m.partial + int64_t(items_of(m)) * m.shared_by * D);
-  const float scale = m.scale * 1.44269504f;  // log2(e)
 
   for (int i = blockIdx.x; i < items_of(m); i += gridDim.x) {
-    const Item<T, D> item(m, mem.lengths, i);
+    if (i != blockIdx.x) item = Item<T, D>(m, mem.lengths, i);
     if (item.split >= item.splits) continue;
-    // All that comes from the phase before, at once: it comes from L2.
-    const T* heads = static_cast<const T*>(m.qkv) + int64_t(item.b) * (m.heads + 2 * m.kv_heads) * D + e;
-    const bool left = e < D / 2;
-    Vector<float, N> cos, sin;
-    if (m.cos) {
-      const int64_t at = int64_t(item.len - 1) * (D / 2) + e % (D / 2);
-      cos = load_vector<float, N>(m.cos + at), sin = load_vector<float, N>(m.sin + at);
-    }
-    Vector<T, N> q[MOST_HEADS], other[MOST_HEADS];
-#pragma unroll
-    for (int h = 0; h < MOST_HEADS; ++h) {
-      const T* from = heads + (item.head + min(h, item.heads - 1)) * D;
-      q[h] = load_vector<T, N>(from), other[h] = load_vector<T, N>(from + (left ? D / 2 : -D / 2));
-    }
-    const T *new_k = heads + (m.heads + item.kv_head) * D, *new_v = new_k + m.kv_heads * D;
-    Vector<T, N> k_of_new = load_vector<T, N>(new_k);
-    const Vector<T, N> other_k = load_vector<T, N>(new_k + (left ? D / 2 : -D / 2));
-    const Vector<T, N> v_of_new = load_vector<T, N>(new_v);
-    if (m.cos) {
-#pragma unroll
-      for (int h = 0; h < MOST_HEADS; ++h) q[h] = rotated<T, N>(q[h], other[h], cos, sin, left);
-      k_of_new = rotated<T, N>(k_of_new, other_k, cos, sin, left);
-    }
-
-    Part<N> part[MOST_HEADS];
+    const T* heads = static_cast<const T*>(m.qkv) + int64_t(item.b) * (m.heads + 2 * m.kv_heads) * D;
+    const T *k = heads + (m.heads + item.kv_head) * D, *v = k + m.kv_heads * D;
+    const int64_t angles = int64_t(item.len - 1) * (D / 2);
+    const bool newest = item.end == item.len;
+    AttentionOf<T, D> attention(
+        {heads + item.head * D, k, v, m.cos ? m.cos + angles : nullptr, m.sin + angles, item.heads, newest},
+        m.scale * 1.44269504f, mem.parts);  // log2(e)
 #pragma unroll 1
     for (int first = item.begin; first < item.end; first += KEYS<T, D>) {
       mbarrier_wait(&mem.ring.full[stage.index], stage.parity);
-      const uint8_t* tile = stage.at(mem.ring.stages);
-      Vector<T, N> k[TILE_STEPS], v[TILE_STEPS];
-#pragma unroll
-      for (int s = 0; s < TILE_STEPS; ++s) {
-        // Rows of 128 bytes, 16 of them by their row, as TMA stores a tile; what is past the end may be anything.
-        const int row = (s * WARPS + warp) * AT_ONCE + lane / LANES, part_of_row = e * int(sizeof(T)) / 128;
-        const int chunk = e * int(sizeof(T)) / 16 % 8, j = first + row;
-        const uint8_t* at = tile + (part_of_row * KEYS<T, D> + row) * 128 + (chunk ^ row % 8) * 16;
-        k[s] = *reinterpret_cast<const Vector<T, N>*>(at);
-        v[s] = {};
-        if (j < item.end) v[s] = *reinterpret_cast<const Vector<T, N>*>(at + TILE<T, D>);
-        if (j != item.len - 1 || j >= item.end) continue;
-        k[s] = k_of_new, v[s] = v_of_new;
-        if (item.set > 0) continue;
-        const int64_t row_of_new = (int64_t(layer) * m.layer_stride + item.b) * m.max_seq + j;
-        const int64_t place = (row_of_new * m.kv_heads + item.kv_head) * D + e;
-        *reinterpret_cast<Vector<T, N>*>(static_cast<T*>(m.k_cache) + place) = k_of_new;
-        *reinterpret_cast<Vector<T, N>*>(static_cast<T*>(m.v_cache) + place) = v_of_new;
-      }
-#pragma unroll
-      for (int h = 0; h < MOST_HEADS; ++h) {
-        if (h >= item.heads) break;
-        float S[TILE_STEPS];
-#pragma unroll
-        for (int s = 0; s < TILE_STEPS; ++s) {
-          S[s] = 0.0f;
-#pragma unroll
-          for (int n = 0; n < N; ++n) S[s] = fmaf(to_float(q[h].x[n]), to_float(k[s].x[n]), S[s]);
-        }
-#pragma unroll
-        for (int step = LANES / 2; step > 0; step /= 2) {
-#pragma unroll
-          for (float& sum : S) sum += __shfl_xor_sync(~0u, sum, step);
-        }
-#pragma unroll
-        for (int s = 0; s < TILE_STEPS; ++s) {
-          const int row = (s * WARPS + warp) * AT_ONCE + lane / LANES;
-          S[s] = first + row < item.end ? S[s] * scale : -INFINITY;
-        }
-        part[h].add(S, v);
-      }
+      attention.add(stage.at(mem.ring.stages), first, min(item.end, item.len - 1));
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(&mem.ring.empty[stage.index]);
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(&mem.ring.empty[stage.index]);
       stage.next();
     }
-#pragma unroll
-    for (int h = 0; h < MOST_HEADS; ++h) {
-      if (h >= item.heads) break;
-#pragma unroll
-      for (int step = LANES; step < 32; step *= 2) {
-        float O[N];
-#pragma unroll
-        for (int n = 0; n < N; ++n) O[n] = __shfl_xor_sync(~0u, part[h].O[n], step);
-        const float other_m = __shfl_xor_sync(~0u, part[h].m, step), l = __shfl_xor_sync(~0u, part[h].l, step);
-        part[h].merge(other_m, l, O);
-      }
-      if (lane >= LANES) continue;
-#pragma unroll
-      for (int n = 0; n < N; ++n) mem.parts.O[warp][h][e + n] = part[h].O[n];
-      if (lane == 0) mem.parts.ml[warp][h] = make_float2(part[h].m, part[h].l);
-    }
+    attention.put(mem.parts, item.heads);
     meet();  // the warps' parts complete
+    constexpr int VECTORS = D * sizeof(T) / sizeof(uint4);
+    if (newest && item.set == 0 && threadIdx.x < 2 * VECTORS) {
+      const int64_t row = (int64_t(layer) * m.layer_stride + item.b) * m.max_seq + item.len - 1;
+      const int64_t place = (row * m.kv_heads + item.kv_head) * VECTORS + threadIdx.x % VECTORS;
+      const bool key = threadIdx.x < VECTORS;
+      static_cast<uint4*>(key ? m.k_cache : m.v_cache)[place] =
+          reinterpret_cast<const uint4*>(key ? mem.parts.k : mem.parts.v)[threadIdx.x % VECTORS];
+    }
     T* out = static_cast<T*>(m.o) + (int64_t(item.b) * m.heads + item.head) * D;
     for (int n = threadIdx.x; n < item.heads * D; n += COMPUTE) {
       const int h = n / D, column = n % D;
       Part<1> all;
 #pragma unroll
-      for (int w = 0; w < WARPS; ++w) {
-        const float2 ml = mem.parts.ml[w][h];
-        all.merge(ml.x, ml.y, {mem.parts.O[w][h][column]});
+      for (int part = 0; part < AttentionOf<T, D>::PARTS; ++part) {
+        const float2 ml = mem.parts.ml[part][h];
+        all.add(ml.x, ml.y, {mem.parts.O[part][h][column]});
       }
       if (item.splits == 1) {
         out[n] = from_float<T>(all.O[0] / all.l);
@@ -372,7 +256,7 @@ DEVICE void attend(const Model& m, int layer, Memory<X_ROWS, D>& mem, Stage& sta
     if (item.splits == 1) continue;
 
     if (threadIdx.x == 0) {
-      int* counter = &m.counters[2 + item.pair];
+      int* counter = &m.counters[PLACES * APART + 1 + item.pair];
       __threadfence();  // the block's parts are visible to all blocks before it is counted
       mem.last = atomicAdd(counter, 1) == item.splits - 1;
       if (mem.last) *counter = 0;  // for the next layer
@@ -394,7 +278,7 @@ DEVICE void attend(const Model& m, int layer, Memory<X_ROWS, D>& mem, Stage& sta
         }
 #pragma unroll
         for (int k = 0; k < AT_A_TIME; ++k) {
-          if (first + k < item.splits) all.merge(ml[k].x, ml[k].y, {O[k]});
+          if (first + k < item.splits) all.add(ml[k].x, ml[k].y, {O[k]});
         }
       }
       out[n] = from_float<T>(all.O[0] / all.l);
@@ -413,26 +297,30 @@ DEVICE void compute_step(const Model& m, Memory<X_ROWS, D>& mem, Stage stage) {
   Grid grid = {m.counters};
   if (threadIdx.x < X_ROWS) mem.best[threadIdx.x] = 0;
   embed<T>(m);
-  grid.meet_all();
+  grid.come();
   for (int i = 0, which = QKV;; which < DOWN ? ++which : (++i, which = i < m.layer_count ? QKV : HEAD)) {
     const Product p = m.product<T>(mem.layers[i], which);
-    compute<T, X_ROWS, Math>(p, mem.ring, mem.x, stage, [&](int row, int column, float sum) {
+    Share<T, X_ROWS, Math, MOST_UNITS, X_PIECES<X_ROWS>> share(p, mem.ring, mem.x, stage);
+    grid.wait_for_all();
+    share.compute([&](int row, int column, float sum) {
       const unsigned long long rank = which == HEAD ? rank_of(sum, column) : 0;
       if (rank > peek(&mem.best[row])) atomicMax(&mem.best[row], rank);
     });
     if (which == HEAD) break;
-    grid.meet_all();
+    grid.come();
     if (which > QKV) continue;
-    attend<T>(m, i, mem, stage);
-    grid.meet_all();
+    const Item<T, D> item(m, mem.lengths, min(int(blockIdx.x), items_of(m) - 1));
+    grid.wait_for_all();
+    attend<T>(m, i, item, mem, stage);
+    grid.come();
   }
   meet();  // the block's best are known
   if (threadIdx.x < m.rows) atomicMax(&m.best[threadIdx.x], mem.best[threadIdx.x]);
   __threadfence();
   meet();
-  if (threadIdx.x > 0 || atomicAdd(&m.counters[1], 1) < int(gridDim.x) - 1) return;
+  if (threadIdx.x > 0 || atomicAdd(&m.counters[PLACES * APART], 1) < int(gridDim.x) - 1) return;
   __threadfence();  // the last block: all others are done
-  m.counters[0] = m.counters[1] = 0;
+  for (int i = 0; i <= PLACES; ++i) m.counters[i * APART] = 0;
   for (int row = 0; row < m.rows; ++row) {
     m.tokens[row] = ~unsigned(__ldcg(&m.best[row]));
     m.best[row] = 0;
@@ -471,6 +359,9 @@ DEVICE void load_step(const Model& m, Memory<X_ROWS, D>& mem, Stage stage) {
   }
 }
 
+template <int X_ROWS, int D>
+constexpr int SLOTS = (227 * 1024 - int(sizeof(Memory<X_ROWS, D>))) / SLOT;
+
 template <typename T, int X_ROWS, int D, typename Math>
 __global__ void __launch_bounds__(THREADS, 1) step_kernel(const __grid_constant__ Model m) {
   extern __shared__ __align__(1024) uint8_t raw[];
@@ -480,8 +371,8 @@ __global__ void __launch_bounds__(THREADS, 1) step_kernel(const __grid_constant_
     reinterpret_cast<const void**>(mem.layers)[i] = reinterpret_cast<const void* const*>(m.layers)[i];
   if (threadIdx.x < m.rows) mem.lengths[threadIdx.x] = m.lengths[threadIdx.x];
   if (threadIdx.x == COMPUTE) tma_prefetch(&m.k_map), tma_prefetch(&m.v_map);
-  start(mem.ring, SLOTS, SLOT);
-  Stage stage = {SLOTS, SLOT, IN_FLIGHT};
+  start(mem.ring, SLOTS<X_ROWS, D>, SLOT);
+  Stage stage = {SLOTS<X_ROWS, D>, SLOT, IN_FLIGHT};
   if (__shfl_sync(~0u, threadIdx.x / 32, 0) < WARPS) {
     compute_step<T, X_ROWS, D, Math>(m, mem, stage);
   } else {
@@ -504,7 +395,7 @@ static cudaError_t launch_together(void (*kernel)(Model), int blocks, int bytes,
 template <typename T, int X_ROWS, int D, typename Math>
 static cudaError_t launch(Model& m, int blocks, cudaStream_t stream) {
   constexpr auto kernel = step_kernel<T, X_ROWS, D, Math>;
-  constexpr int bytes = sizeof(Memory<X_ROWS, D>) + SLOTS * SLOT;
+  constexpr int bytes = sizeof(Memory<X_ROWS, D>) + SLOTS<X_ROWS, D> * SLOT;
   static_assert(bytes <= 227 * 1024, "a block has at most 227 KiB of shared memory");
   if (cudaError_t error = allow_shared_memory<kernel, bytes>()) return error;
   const int layers_rows = m.layer_stride * (m.layer_count - 1) + m.rows;

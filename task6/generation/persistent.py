@@ -17,6 +17,7 @@ MAX_LAYERS = 80
 HEAD_DIMS = (64, 128)
 MOST_HEADS = 4  # of a group, that share a read of its keys
 FEWEST_KEYS = 32  # of a block
+COUNTERS = 8 * 32 + 1  # of blocks that come to a meeting, in eight lines of memory; of those done
 LAYER = (
     "norm_1", "qkv", "qkv_sums", "qkv_bias", "o", "o_bias", "norm_2", "up", "up_sums", "up_bias", "down", "down_bias",
 )  # fmt: skip
@@ -140,8 +141,8 @@ class PersistentStep:
             inner=buffer(wide), logits=logits,
             partial=torch.empty(pairs * splits * shared_by * (head_dim + 2), device=lengths.device),
             best=torch.zeros(rows, dtype=torch.int64, device=lengths.device),
-            counters=torch.zeros(2 + pairs, dtype=torch.int32, device=lengths.device), lengths=lengths, tokens=tokens,
-            k_cache=k_cache[0], v_cache=v_cache[0], layer_stride=k_cache.stride(0) // k_cache.stride(1),
+            counters=torch.zeros(COUNTERS + pairs, dtype=torch.int32, device=lengths.device), lengths=lengths,
+            tokens=tokens, k_cache=k_cache[0], v_cache=v_cache[0], layer_stride=k_cache.stride(0) // k_cache.stride(1),
             heads=model.heads, activation=ACTIVATIONS.index(model.activation), splits=splits, eps=model.eps,
             scale=1 / math.sqrt(head_dim), blocks=blocks, dtype=dtype_code(place["dtype"]),
         )  # fmt: skip

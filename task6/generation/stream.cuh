@@ -119,22 +119,25 @@ struct TensorCores {
 #pragma unroll
       for (auto& s : of_unit) s[0] = s[1] = s[2] = s[3] = 0.0f;
   }
-  // w: this lane's 16 bytes of the first unit's row. What is past the end of k there is anything.
-  DEVICE void add(const uint8_t (*x)[64], const uint8_t* w, int units, bool inside) {
+  // Units from FIRST to LAST; w: this lane's 16 bytes of each one's row.
+  template <int FIRST, int LAST>
+  DEVICE void add(const uint8_t (*x)[64], const uint4 (&w)[UNITS]) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    uint4 a[UNITS];
-#pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
-      a[u] = {};
-      if (u < units && inside) a[u] = *reinterpret_cast<const uint4*>(w + u * UNIT * PITCH);
-    }
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {  // of no row: anything
       const uint4 b = *reinterpret_cast<const uint4*>(x[min(4 * i + g % 4, X_ROWS - 1)] + 16 * t);
       const uint32_t first = g < 4 ? b.x : b.y, second = g < 4 ? b.z : b.w;
 #pragma unroll
-      for (int u = 0; u < UNITS; ++u)
-        mma_m16n8k16<T>(sum[u][i], {a[u].x, a[u].y, a[u].z, a[u].w}, {first, second}, sum[u][i]);
+      for (int u = FIRST; u < LAST; ++u)
+        mma_m16n8k16<T>(sum[u][i], {w[u].x, w[u].y, w[u].z, w[u].w}, {first, second}, sum[u][i]);
+    }
+  }
+  // What was summed as unit `from` is of unit `to`.
+  DEVICE void move(int from, int to) {
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) sum[to][i][n] += sum[from][i][n];
     }
   }
   DEVICE void put(float (*part)[UNITS * UNIT + 1]) {
@@ -154,9 +157,9 @@ struct TensorCores {
 };
 
 // In fp32, on CUDA cores: row g of each unit with all rows of x.
-template <int X_ROWS>
+template <int X_ROWS, int UNITS_ = MOST_UNITS>
 struct CudaCores {
-  static constexpr int UNITS = X_ROWS <= 4 ? MOST_UNITS : 2;  // there are registers for no more
+  static constexpr int UNITS = UNITS_;
   float sum[UNITS][X_ROWS];
 
   DEVICE void start() {
@@ -165,21 +168,23 @@ struct CudaCores {
 #pragma unroll
       for (float& s : of_unit) s = 0.0f;
   }
-  DEVICE void add(const uint8_t (*x)[64], const uint8_t* w, int units, bool inside) {
+  template <int FIRST, int LAST>
+  DEVICE void add(const uint8_t (*x)[64], const uint4 (&w)[UNITS]) {
     const int t = threadIdx.x % 4;
-    float4 a[UNITS];
-#pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
-      a[u] = {};
-      if (u < units && inside) a[u] = *reinterpret_cast<const float4*>(w + u * UNIT * PITCH);
-    }
 #pragma unroll
     for (int row = 0; row < X_ROWS; ++row) {
       const float4 b = *reinterpret_cast<const float4*>(x[row] + 16 * t);
 #pragma unroll
-      for (int u = 0; u < UNITS; ++u)
-        sum[u][row] = fmaf(a[u].x, b.x, fmaf(a[u].y, b.y, fmaf(a[u].z, b.z, fmaf(a[u].w, b.w, sum[u][row]))));
+      for (int u = FIRST; u < LAST; ++u) {
+        const Vector16<float> a = {w[u]};
+        float& s = sum[u][row];
+        s = fmaf(a.values[0], b.x, fmaf(a.values[1], b.y, fmaf(a.values[2], b.z, fmaf(a.values[3], b.w, s))));
+      }
     }
+  }
+  DEVICE void move(int from, int to) {
+#pragma unroll
+    for (int row = 0; row < X_ROWS; ++row) sum[to][row] += sum[from][row];
   }
   DEVICE void put(float (*part)[MOST_UNITS * UNIT + 1]) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -200,34 +205,15 @@ DEVICE void meet() { barrier_sync(1, COMPUTE); }  // of the warps that compute
 // Which value of out a thread finishes, of some units: the i-th.
 struct Place {
   int row, column, n;  // column: of these units
+  bool any;
 
   DEVICE Place(const Product& p, int i, int unit, int units) {
     row = i / (units * UNIT), column = i - row * units * UNIT;
     n = p.row_of(unit + column / UNIT, column % UNIT);
-    if (!p.has_row(unit + column / UNIT, column % UNIT) || (p.activation == SWIGLU && column % UNIT >= 4)) row = p.rows;
+    any = row < p.rows && p.has_row(unit + column / UNIT, column % UNIT);
+    if (p.activation == SWIGLU) any = any && column % UNIT < 4;
   }
-  DEVICE bool any(const Product& p) const { return row < p.rows; }
 };
-
-// The warps' sums of some units become columns of out. use(row, column, value) sees them. `beside` is the first one's.
-template <typename T, int X_ROWS, typename Use>
-DEVICE void finish(const Product& p, const Shared<X_ROWS>& mem, int pass, int thread, int unit, int units,
-                   Beside<T> beside, Use use) {
-  for (int i = thread; i < units * UNIT * p.rows; i += COMPUTE) {
-    const Place at(p, i, unit, units);
-    if (!at.any(p)) continue;
-    if (i != thread) beside = load_beside<T>(p, at.row, at.n);
-    float sum = 0.0f, up = 0.0f;
-    Moments moments = {};
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) {
-      sum += mem.sums[pass % 2][warp][at.row][at.column];
-      if (p.activation == SWIGLU) up += mem.sums[pass % 2][warp][at.row][at.column + 4];
-      if (p.norm) moments.add(mem.moments[warp][at.row]);
-    }
-    use(at.row, at.n, write<T>(p, at.row, at.n, sum, up, moments, beside));
-  }
-}
 
 // x on its way to shared memory: each warp has the columns that it multiplies. If it has room for all of them they
 // stay, or a few pieces are ahead, again for each pass.
@@ -241,19 +227,24 @@ struct XRing {
   static_assert(STEPS == 2, "eight lanes have a row");
 
   Piece* own;
-  int pieces, unseen;     // of a row, and of them, those that were not yet taken
-  bool stay;
-  int left, to = 0, at;   // pieces to ask for; where the next one goes, and where the one that was taken last is
-  int next_k, next_norm;  // this lane's first column of the piece that is asked for next, and of norm
-  uint4 norm = {};        // this lane's 16 bytes, for the piece that is taken next
+  int pieces, fresh, taken = 0;  // of a row; of all passes, or of one if they stay; of all passes, so far
+  int size;                      // of the ring
+  int asked = 0, to = 0, at;     // pieces; where the next one goes, and where the one that was taken last is
+  int next_k, next_norm;         // this lane's first column of the piece that is asked for next, and of norm
+  uint4 norm = {};               // this lane's 16 bytes, for the piece that is scaled next
   Moments moments[GROUPS] = {};  // of this lane's columns of every fourth row
 
   DEVICE XRing(const Product& p, XMemory<X_ROWS, PIECES>& mem, int passes) : own(mem[threadIdx.x / 32]) {
-    pieces = unseen = ceil_div(p.K, CHUNK), stay = pieces <= PIECES;
-    left = stay ? min(passes, 1) * pieces : passes * pieces, at = (stay ? pieces : PIECES) - 1;
+    pieces = ceil_div(p.K, CHUNK);
+    const bool stay = pieces <= PIECES;
+    fresh = (stay ? min(passes, 1) : passes) * pieces, size = stay ? pieces : PIECES, at = size - 1;
     next_k = next_norm = first_k();
-    for (int i = 0; i < PIECES - 1; ++i) ask(p);
     load_norm(p);
+  }
+  // x is there.
+  DEVICE void start(const Product& p) {
+    for (int i = 0; i < PIECES - 1; ++i) ask(p);
+    scale_next(p);
   }
   // A lane has 16 bytes of every fourth row.
   static DEVICE int step() { return threadIdx.x / 4 % STEPS; }
@@ -266,7 +257,7 @@ struct XRing {
     if (k - first_k() >= K) k = first_k();
   }
   DEVICE void ask(const Product& p) {
-    if (left > 0) {
+    if (asked < fresh) {
       const bool inside = next_k < p.K;
 #pragma unroll
       for (int i = 0; i < GROUPS; ++i) {
@@ -275,7 +266,7 @@ struct XRing {
         const T* from = static_cast<const T*>(p.x) + (has ? row * p.x_stride + next_k : 0);
         if (row < X_ROWS) cp_async<16>(&own[to][step()][row][threadIdx.x % 4 * 16], from, has);
       }
-      --left, advance(next_k, p.K);
+      ++asked, advance(next_k, p.K);
     }
     cp_async_commit();
     if (++to == PIECES) to = 0;
@@ -285,18 +276,23 @@ struct XRing {
     if (next_norm < p.K) norm = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.norm) + next_norm);
     advance(next_norm, p.K);
   }
-  // The next piece, scaled by the norm, is here; the one before it is not needed any more.
+  // The next piece, scaled by the norm, is here; the one before it is not needed any more. The one behind it is scaled
+  // already: nobody waits for that.
   DEVICE const Piece& next(const Product& p) {
-    if (++at == (stay ? pieces : PIECES)) at = 0;
-    if (stay && unseen == 0) return own[at];
-    cp_async_wait<PIECES - 2>();
-    if (p.norm) scale(p, own[at][step()]);  // what this lane asked for
-    __syncwarp();
-    ask(p);
-    unseen -= unseen > 0;
+    if (++at == size) at = 0;
+    if (taken++ < fresh) {
+      __syncwarp();
+      ask(p);
+      scale_next(p);
+    }
     return own[at];
   }
-  DEVICE void scale(const Product& p, uint8_t (*x)[64]) {
+  // What this lane asked for.
+  DEVICE void scale_next(const Product& p) {
+    if (taken >= fresh) return;
+    cp_async_wait<PIECES - 2>();
+    if (!p.norm) return;
+    auto& x = own[at + 1 == size ? 0 : at + 1][step()];
     const uint4 by = norm;
     load_norm(p);
 #pragma unroll
@@ -304,7 +300,7 @@ struct XRing {
       const int row = 4 * i + threadIdx.x % 32 / 8;
       if (row >= p.rows) continue;
       uint4& value = *reinterpret_cast<uint4*>(x[row] + threadIdx.x % 4 * 16);
-      if (unseen > 0) moments[i].template add<T>(value);
+      if (taken < pieces) moments[i].template add<T>(value);
       value = scaled<T>(value, by);
     }
   }
@@ -319,43 +315,112 @@ struct XRing {
   }
 };
 
-// The block's units of a product, some in each pass. A few warps finish a pass, in turn, while the others are at the
-// next one.
-template <typename T, int X_ROWS, typename Math, int X_PIECES, typename Use>
-DEVICE void compute(const Product& p, Shared<X_ROWS>& mem, XMemory<X_ROWS, X_PIECES>& x_memory, Stage& stage, Use use) {
-  constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int k_0 = warp * (STEP / WARPS) + t * (16 / sizeof(T));
-  const int first = p.first_unit(blockIdx.x), last = p.first_unit(blockIdx.x + 1);
-  uint8_t* own = mem.stages + g * PITCH + k_0 * sizeof(T);
-  Math math;
-  XRing<T, X_ROWS, X_PIECES> ring(p, x_memory, ceil_div(last - first, p.per_stage));
-  int pass = 0;
-  for (int unit = first; unit < last; unit += p.per_stage, ++pass) {
-    const int units = min(p.per_stage, last - unit);
-    const int thread = (threadIdx.x - pass * 32) % COMPUTE;
-    const Place own_place(p, thread, unit, units);
-    Beside<T> beside = {};
-    if (own_place.any(p)) beside = load_beside<T>(p, own_place.row, own_place.n);  // on its way while sums are formed
-    math.start();
-    int piece = 0;  // of each row, in the stage
+// The block's units of a product, some in each pass. Made before x is there: what does not depend on it is found and
+// loaded. MOST_PIECES: of a row in a stage.
+template <typename T, int X_ROWS, typename Math, int MOST_PIECES, int X_PIECES>
+struct Share {
+  static constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS;
+  const Product& p;
+  Shared<X_ROWS>& mem;
+  Stage& stage;
+  int first = p.first_unit(blockIdx.x), last = p.first_unit(blockIdx.x + 1), pass = 0;  // units
+  Place place = Place(p, thread(), first, max(1, units(first)));
+  Beside<T> beside = {};
+  XRing<T, X_ROWS, X_PIECES> ring;
+
+  DEVICE Share(const Product& p, Shared<X_ROWS>& mem, XMemory<X_ROWS, X_PIECES>& x, Stage& stage)
+      : p(p), mem(mem), stage(stage), ring(p, x, ceil_div(last - first, p.per_stage)) {
+    if (place.any) beside = load_beside<T>(p, place.row, place.n);
+  }
+  DEVICE int units(int unit) const { return min(p.per_stage, last - unit); }
+  // A few warps finish a pass, in turn, while the others are at the next one.
+  DEVICE int thread() const { return (threadIdx.x - pass * 32) % COMPUTE; }
+  DEVICE void find_place(int i, int unit) {
+    place = Place(p, i, unit, units(unit));
+    if (place.any) beside = load_beside<T>(p, place.row, place.n);  // on its way while sums are formed
+  }
+
+  // use(row, column, value) sees what is written.
+  template <typename Use>
+  DEVICE void compute(Use use) {
+    Math math;
+    ring.start(p);
+    for (int unit = first; unit < last; unit += p.per_stage, ++pass) {
+      if (pass > 0) find_place(thread(), unit);
+      math.start();
+      if (MOST_PIECES == 1 || p.pieces == 1) {
+        multiply<1>(math, units(unit));
+      } else if (p.pieces == 2) {
+        multiply<(MOST_PIECES > 2 ? 2 : MOST_PIECES)>(math, units(unit));
+      } else {
+        multiply<MOST_PIECES>(math, units(unit));
+      }
+      math.put(mem.sums[pass % 2][threadIdx.x / 32]);
+      if (p.norm && pass == 0) ring.put(mem.moments[threadIdx.x / 32]);
+      meet();  // the sums complete, and those of the pass before consumed
+      finish(unit, use);
+    }
+  }
+
+  // All stages of some units. Of a stage's rows the first ones are the units' first pieces, then come the second ones:
+  // each piece is summed as units of its own.
+  template <int PIECES>
+  DEVICE void multiply(Math& math, int units) {
+    constexpr int EACH = Math::UNITS / PIECES;  // units
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int k_0 = threadIdx.x / 32 * (STEP / WARPS) + t * (16 / sizeof(T));
 #pragma unroll 1
-    for (int chunk = 0; chunk < p.K; chunk += CHUNK) {
-      const auto& x = ring.next(p);
-      if (piece == 0) mbarrier_wait(&mem.full[stage.index], stage.parity);
-      const uint8_t* w = stage.at(own) + piece * p.per_stage * UNIT * PITCH;
+    for (int chunk = 0; chunk < p.K; chunk += PIECES * CHUNK) {
+      mbarrier_wait(&mem.full[stage.index], stage.parity);
+      const uint8_t* from = stage.at(mem.stages) + g * PITCH + k_0 * sizeof(T);
+      uint4 w[STEPS][Math::UNITS];
 #pragma unroll
-      for (int i = 0; i < STEPS; ++i)
-        math.add(x[i], w + i * STEP * sizeof(T), units, chunk + i * STEP + k_0 < p.K);
-      if (++piece < p.pieces && chunk + CHUNK < p.K) continue;
-      piece = 0;
+      for (int i = 0; i < STEPS; ++i) {
+#pragma unroll
+        for (int u = 0; u < Math::UNITS; ++u) {
+          w[i][u] = {};
+          if (u % EACH < units && chunk + u / EACH * CHUNK + i * STEP + k_0 < p.K)  // behind the end is anything
+            w[i][u] = *reinterpret_cast<const uint4*>(from + i * STEP * sizeof(T) + u * UNIT * PITCH);
+        }
+      }
       __syncwarp();
       if (lane == 0) mbarrier_arrive(&mem.empty[stage.index]);
       stage.next();
+      add<0, EACH>(math, w);
+      if constexpr (PIECES > 1) {
+        if (chunk + CHUNK < p.K) add<EACH, 2 * EACH>(math, w);
+      }
+      if constexpr (PIECES > 2) {
+        if (chunk + 2 * CHUNK < p.K) add<2, 3>(math, w);
+        if (chunk + 3 * CHUNK < p.K) add<3, 4>(math, w);
+      }
     }
-    math.put(mem.sums[pass % 2][warp]);
-    if (p.norm && pass == 0) ring.put(mem.moments[warp]);
-    meet();  // the sums complete, and those of the pass before consumed
-    finish<T>(p, mem, pass, thread, unit, units, beside, use);
+#pragma unroll
+    for (int u = EACH; u < PIECES * EACH; ++u) math.move(u, u % EACH);
   }
-}
+  template <int FIRST, int LAST>
+  DEVICE void add(Math& math, const uint4 (&w)[STEPS][Math::UNITS]) {
+    const auto& x = ring.next(p);
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) math.template add<FIRST, LAST>(x[i], w[i]);
+  }
+
+  // The warps' sums of some units become columns of out.
+  template <typename Use>
+  DEVICE void finish(int unit, Use use) {
+    for (int i = thread(); i < units(unit) * UNIT * p.rows; i += COMPUTE) {
+      if (i >= COMPUTE) find_place(i, unit);
+      if (!place.any) continue;
+      float sum = 0.0f, up = 0.0f;
+      Moments moments = {};
+#pragma unroll
+      for (int warp = 0; warp < WARPS; ++warp) {
+        const auto& of_row = mem.sums[pass % 2][warp][place.row];
+        sum += of_row[place.column];
+        if (p.activation == SWIGLU) up += of_row[place.column + 4];
+        if (p.norm) moments.add(mem.moments[warp][place.row]);
+      }
+      use(place.row, place.n, write<T>(p, place.row, place.n, sum, up, moments, beside));
+    }
+  }
+};

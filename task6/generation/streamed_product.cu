@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(THREADS, X_ROWS <= 8 ? 2 : 1) product_kernel(c
     load_weights<T>(p, mem.ring, stage);  // of this launch: the one before may still run
   } else {
     wait_for_the_launch_before();
-    compute<T, X_ROWS, Math>(p, mem.ring, mem.x, stage, [](int, int, float) {});
+    Share<T, X_ROWS, Math, 1, X_PIECES<X_ROWS>>(p, mem.ring, mem.x, stage).compute([](int, int, float) {});
   }
 }
 
@@ -79,6 +79,6 @@ extern "C" cudaError_t product(View x, View w, const void* norm, const void* row
   if (dtype == BFLOAT16) return launch_16_bits<__nv_bfloat16>(p, stream);
   return p.rows <= 1   ? launch<float, 1, CudaCores<1>>(p, stream)
          : p.rows <= 4 ? launch<float, 4, CudaCores<4>>(p, stream)
-         : p.rows <= 8 ? launch<float, 8, CudaCores<8>>(p, stream)
-                       : launch<float, 16, CudaCores<16>>(p, stream);
+         : p.rows <= 8 ? launch<float, 8, CudaCores<8, 2>>(p, stream)
+                       : launch<float, 16, CudaCores<16, 2>>(p, stream);  // there are registers for no more units
 }
