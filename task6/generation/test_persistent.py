@@ -9,6 +9,7 @@ import torch
 
 from common.build import using
 from common.check.rng import new_seed
+from task5.ladder import call
 from task6.generation import Decoder, Weights, persistent
 from task6.generation.config import Config
 from task6.generation.persistent import PersistentStep
@@ -67,10 +68,11 @@ def test_float32_tokens_are_the_decoders():
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
-@pytest.mark.parametrize("order", ["forward", "random"])
+@pytest.mark.parametrize("order, blocks", [("forward", 1), ("forward", 11), ("random", 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_check_build_finds_nothing(dtype, order):
-    config = Config(2, 128, 6, 2, 64, 136, 100)
+def test_the_check_build_finds_nothing(monkeypatch, dtype, order, blocks):
+    monkeypatch.setattr(call, "ON_CPU", blocks)
+    config = Config(2, 128, 12, 2, 64, 136, 100)  # six heads of a group: two sets
     weights = Weights.random(config, device=torch.device(DEVICE), dtype=dtype)
     decoder = Decoder(weights, 3, 80, persistent=True)
     decoder.prefill(torch.randint(100, (3, 70)))
