@@ -27,7 +27,7 @@ _TOKEN = re.compile(
     | (?P<word>      [A-Za-z_]\w* )
     | (?P<space>     \n | [^\S\n]+ )
     | (?P<open_launch> <<< )
-    | (?P<other>     . )
+    | (?P<other>     -> | . )
     """,
     re.VERBOSE | re.DOTALL,
 )
@@ -111,10 +111,10 @@ class _File:
                     self.out.append("return ::cuda_on_cpu::returned_at(__FILE__, __LINE__)")
                     i += 1
                     continue
-                if token.text in ("gridDim", "blockDim") and tokens[self._previous(i)].text == ".":
-                    self.out.append(
-                        f"{token.text}_"
-                    )  # of a cudaLaunchConfig_t; by itself it is a macro
+                before = tokens[self._previous(i)].text
+                if token.text in ("gridDim", "blockDim") and before in (".", "->"):
+                    # Of a cudaLaunchConfig_t; by itself it is a macro.
+                    self.out.append(f"{token.text}_")
                     i += 1
                     continue
                 bare = token.text == "__noinline__" and tokens[self._previous(i)].text != "("
@@ -186,7 +186,7 @@ class _File:
                 break
             if token.kind == "string":
                 strings.append(token.text)
-        if strings and all(text == '""' for text in strings[:1]):
+        if strings[:1] == ['""']:
             return  # no instruction: it only keeps the compiler from moving code, of which C++ knows too
         found = _GPU_INSTRUCTION.search(" ".join(strings))
         raise self.error(

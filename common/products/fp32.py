@@ -104,7 +104,7 @@ def can_split(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def split(w: Tensor) -> tuple[Tensor, Tensor]:
-    """The two parts of ``w (N, K)``, float32 on a GPU with a contiguous last dimension.
+    """The two parts of ``w (N, K)``, float32 with a contiguous last dimension.
 
     Returns:
         ``(2, N, K)`` float16 with K rounded up to 64, and a power of two for each row, ``(N,)`` float32: row n of w

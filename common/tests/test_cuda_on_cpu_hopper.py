@@ -606,7 +606,11 @@ def test_a_cluster_in_which_all_wait():
     [
         (8, 3, "the x dimension of the grid must be a multiple of the cluster's 3 blocks"),
         (34, 17, "a cluster has from 1 to 16 blocks, neighbours in x"),
-        (133, 0, "a cooperative launch of 133 blocks, and 132 fit at once"),
+        (
+            133,
+            0,
+            "a cooperative launch of 133 blocks; here at most 132 run at once, one on a multiprocessor",
+        ),
     ],
 )
 def test_impossible_launches_of_blocks_that_run_together(blocks, cluster, says, check):

@@ -145,9 +145,9 @@ not_elsewhere = pytest.mark.skipif(GPU and not IS_HOPPER, reason="of GPUs, needs
 @pytest.mark.parametrize("rung", HOPPER, ids=str)
 def test_nan_reaches_the_rows_that_see_it_and_no_others(rung):
     """A sum that is NaN must not be taken for one that recomputing the tile would repair."""
-    rows = 2304 if GPU else 330
-    for dtype in rung.dtypes:
-        q, k, v = _qkv("cuda" if GPU else "cpu", 1, rows, 2, 64, dtype=dtype)
+    for dtype in rung.dtypes:  # with so many keys a maximum may be lazy
+        q, k, v = _qkv("cuda" if GPU else "cpu", 1, 2304, 2, 64, dtype=dtype)
+        q = q if GPU else q[:, :330]
         k[0, 40, 0] = torch.nan  # every row of head 0 sees it
         q[0, 300, 1] = torch.inf
         bad = ladder_attention(q, k, v, rung=rung.number).isnan().any(-1)[0]

@@ -87,7 +87,7 @@ def _check_and_launch(
 
 
 def _aligned_bytes(size: int, device: torch.device) -> Tensor:
-    """Memory from a multiple of 128 bytes on, which only on a GPU all of PyTorch's is."""
+    """Memory from a multiple of 128 bytes on; PyTorch's CPU allocator guarantees less."""
     slack = 127 if device.type == "cpu" else 0
     room = torch.empty(size + slack, dtype=torch.uint8, device=device)
     begin = -room.data_ptr() % 128 if slack else 0

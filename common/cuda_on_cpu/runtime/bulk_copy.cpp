@@ -21,7 +21,7 @@ struct TensorMap {
 };
 static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap), "it fits");
 
-/// A row of a box, and where it is in shared memory.
+/// The part of a box's row that is inside the tensor.
 struct Row {
   char* global;      // its first element that is inside the tensor
   unsigned begin, end;  // bytes of the row that are inside
@@ -74,6 +74,13 @@ void check_shared(const char* operation, const void* shared, unsigned alignment,
 
 bool is_checked() { return this_worker->launch->site.checked; }
 
+void check_box(const TensorMap& map, const int (&at)[5], Access access, const void* pc) {
+  for (unsigned i = 0; i < map.rows(); ++i) {
+    const Row row = row_of(map, at, i);
+    if (row.end > row.begin) check_access(row.global, row.end - row.begin, access, pc);
+  }
+}
+
 }  // namespace
 
 void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* barrier, const char* file, int line) {
@@ -99,20 +106,13 @@ void tensor_load(void* shared, const void* of, const int (&at)[5], uint64_t* bar
   check_mbarrier(barrier, "tma_load", file, line);
   if (is_checked()) {
     const void* pc = __builtin_return_address(0);
-    for (unsigned i = 0; i < map.rows(); ++i) {
-      const Row row = row_of(map, at, i);
-      if (row.end > row.begin) check_access(row.global, row.end - row.begin, Access::read, pc);
-    }
+    check_box(map, at, Access::read, pc);
     check_access(shared, bytes, Access::copy_in_flight, pc);
   }
-  struct Coordinates {
-    int of[5];
-  } from;
-  std::memcpy(from.of, at, sizeof at);
   const auto move = [=] {
     std::memset(shared, 0, bytes);
     for (unsigned i = 0; i < map.rows(); ++i)
-      each_piece(map, row_of(map, from.of, i), static_cast<char*>(shared), i,
+      each_piece(map, row_of(map, at, i), static_cast<char*>(shared), i,
                  [](const char* global, char* to, unsigned count) { std::memcpy(to, global, count); });
   };
   this_worker->start_copy({move, shared, bytes, barrier, file, line});
@@ -122,21 +122,14 @@ void tensor_store(const void* of, const void* shared, const int (&at)[5], const 
   TensorMap map;
   std::memcpy(&map, of, sizeof map);
   check_shared("tma_store", shared, 128, file, line);
-  const void* pc = is_checked() ? __builtin_return_address(0) : nullptr;
-  if (pc) {
+  if (is_checked()) {
+    const void* pc = __builtin_return_address(0);
     check_access(shared, map.rows() * map.row_bytes(), Access::read, pc);
-    for (unsigned i = 0; i < map.rows(); ++i) {
-      const Row row = row_of(map, at, i);
-      if (row.end > row.begin) check_access(row.global, row.end - row.begin, Access::write, pc);
-    }
+    check_box(map, at, Access::write, pc);
   }
-  struct Coordinates {
-    int of[5];
-  } to;
-  std::memcpy(to.of, at, sizeof at);
   const auto move = [=] {
     for (unsigned i = 0; i < map.rows(); ++i)
-      each_piece(map, row_of(map, to.of, i), static_cast<char*>(const_cast<void*>(shared)), i,
+      each_piece(map, row_of(map, at, i), static_cast<char*>(const_cast<void*>(shared)), i,
                  [](char* global, const char* from, unsigned count) { std::memcpy(global, from, count); });
   };
   if (this_worker->launch->settings.eager_copies) return move();

@@ -74,8 +74,7 @@ std::string wrong_configuration(const LaunchConfig& config, long granted, const 
   if (grid.x > 0x7fffffffu) return "the x dimension of a grid is at most 2^31 - 1";
   if (grid.y > 65535 || grid.z > 65535) return "the y and z dimensions of a grid are at most 65535";
 
-  const bool one_block = config.cluster == 1 && !config.cooperative;
-  if (!one_block && arch.number < (config.cluster == 1 ? 60 : 90)) {
+  if (config.cluster != 1 && arch.number < 90) {
     return format("clusters need sm_90; this is sm_%d", arch.number);
   }
   if (config.cluster == 0 || config.cluster > 16) return "a cluster has from 1 to 16 blocks, neighbours in x";
@@ -85,8 +84,8 @@ std::string wrong_configuration(const LaunchConfig& config, long granted, const 
   code = cudaErrorCooperativeLaunchTooLarge;
   const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z;
   if (config.cooperative && blocks > uint64_t(arch.multiprocessors)) {
-    return format("a cooperative launch of %llu blocks, and %d fit at once", (unsigned long long)blocks,
-                  arch.multiprocessors);
+    return format("a cooperative launch of %llu blocks; here at most %d run at once, one on a multiprocessor",
+                  (unsigned long long)blocks, arch.multiprocessors);
   }
 
   code = cudaErrorInvalidValue;

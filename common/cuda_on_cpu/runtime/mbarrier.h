@@ -1,4 +1,4 @@
-// What copies tell an mbarrier.
+// What copies and stores to a cluster tell an mbarrier.
 #pragma once
 
 #include "worker.h"

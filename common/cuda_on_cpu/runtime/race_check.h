@@ -34,7 +34,7 @@ struct Stamp {
 /// What is remembered of one byte: the last write, and the reads since. Two readers are enough where
 /// only a __syncthreads orders warps: they are kept in different warps where there are such, and then
 /// any unordered writer differs from one. With mbarriers a third warp that is too early may be missed
-/// in one order of the threads; in random order any two are kept.
+/// in one order of the threads; in random order each may be kept beside the first.
 struct Cell {
   Stamp write, readers[2];
 };

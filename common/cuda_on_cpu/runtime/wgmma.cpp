@@ -155,20 +155,22 @@ void wait(void* const* arguments) {
 }
 
 struct StoreMatrix : WarpOperands {
+  int matrices;
+  bool transposed;
   uint32_t row;
   const uint32_t* registers;
   const void* pc;
 };
 
-template <int Matrices, bool Transposed>
 void store_matrices(void* const* arguments) {
   Worker& worker = *this_worker;
-  for (int matrix = 0; matrix < Matrices; ++matrix) {
+  const auto& first = *static_cast<const StoreMatrix*>(arguments[0]);
+  for (int matrix = 0; matrix < first.matrices; ++matrix) {
     for (int lane = 0; lane < 32; ++lane) {
       const uint32_t word = static_cast<const StoreMatrix*>(arguments[lane])->registers[matrix];
       for (int half = 0; half < 2; ++half) {
         const int along = lane % 4 * 2 + half, across = lane / 4;
-        const int row = Transposed ? along : across, column = Transposed ? across : along;
+        const int row = first.transposed ? along : across, column = first.transposed ? across : along;
         const uint16_t value = uint16_t(word >> 16 * half);
         const uint32_t begin = static_cast<const StoreMatrix*>(arguments[matrix * 8 + row])->row;
         std::memcpy(worker.shared.at(begin) + column * 2, &value, sizeof value);
@@ -196,7 +198,7 @@ void wgmma_wait(int pending_groups, const char* file, int line) {
 
 void stmatrix(int matrices, bool transposed, uint32_t row, const uint32_t* registers, const char* file, int line) {
   Worker& worker = *this_worker;
-  StoreMatrix store{{}, row, registers, __builtin_return_address(0)};
+  StoreMatrix store{{}, matrices, transposed, row, registers, __builtin_return_address(0)};
   if (int(worker.running().lane) < matrices * 8) {
     if (row % 16 != 0)
       worker.fail(cudaErrorMisalignedAddress, "stmatrix: the address of a row is not a multiple of 16 bytes",
@@ -206,10 +208,7 @@ void stmatrix(int matrices, bool transposed, uint32_t row, const uint32_t* regis
                   format("%s:%d", file, line));
     if (worker.launch->site.checked) check_access(worker.shared.at(row), 16, Access::write, store.pc);
   }
-  const WarpFunction run = matrices == 4
-                               ? (transposed ? if_whole<store_matrices<4, true>> : if_whole<store_matrices<4, false>>)
-                               : (transposed ? if_whole<store_matrices<2, true>> : if_whole<store_matrices<2, false>>);
-  whole_warp("stmatrix", run, &store, file, line);
+  whole_warp("stmatrix", if_whole<store_matrices>, &store, file, line);
 }
 
 }  // namespace cuda_on_cpu

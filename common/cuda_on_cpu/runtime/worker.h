@@ -105,7 +105,7 @@ struct Fiber : ThreadContext {
   const void* awaited = nullptr;
   uint64_t awaited_value = 0;
 
-  std::vector<std::function<void()>> stores;  // bulk stores that nobody has waited for
+  std::vector<std::function<void()>> stores;  // bulk stores that were not waited for
   unsigned cluster_arrivals = 0;  // in this block
 
   std::vector<AsyncCopy> copies;
