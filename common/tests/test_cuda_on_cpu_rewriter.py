@@ -80,6 +80,11 @@ def test_left_alone(source):
     assert body(source) == source
 
 
+@pytest.mark.parametrize("member", ["config.", "config->"])
+def test_a_configurations_dimensions_are_not_the_threads(member):
+    assert body(f"{member}gridDim = gridDim;") == f"{member}gridDim_ = gridDim;"
+
+
 def shared(declaration: str) -> str:
     return " ".join(body(f"void k() {{ {declaration} }}").split())
 
