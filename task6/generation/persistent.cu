@@ -17,7 +17,7 @@
 #include "attention.cuh"
 #include "stream.cuh"
 
-constexpr int SLOT = PIECES * PITCH;  // bytes of a stage
+constexpr int SLOT = STAGE_PIECES * PITCH;  // bytes of a stage
 constexpr int IN_FLIGHT = 2;          // stages
 
 struct Layer {
@@ -73,18 +73,15 @@ struct Model {
   }
 };
 
-template <int X_ROWS>
-constexpr int X_PIECES = X_ROWS <= 4 ? 8 : 3;
-
-template <int X_ROWS, int D>
+template <typename T, int X_ROWS, int D>
 struct Memory {
   union {
-    Parts<D> parts;  // in attention
-    alignas(128) XMemory<X_ROWS, X_PIECES<X_ROWS>> x;  // in products
+    Parts<AttentionOf<T, D>::PARTS, D> parts;  // in attention
+    alignas(128) XMemory<X_ROWS> x;  // in products
   };
   unsigned long long best[X_ROWS];
   bool last;
-  Layer layers[MOST_LAYERS];  // of the model, a copy
+  Layer layers[MOST_LAYERS + 1];  // of the model, a copy; behind them what the logits' product takes for its layer
   int lengths[X_ROWS];        // a copy too: the last block of all changes them while others may still read
   alignas(1024) Shared<X_ROWS> ring;
 };
@@ -134,7 +131,9 @@ struct Grid {
   DEVICE void wait_for_all() {
     if (threadIdx.x < 32) {
       const int place = min(int(threadIdx.x), PLACES - 1), blocks = ceil_div(int(gridDim.x) - place, PLACES);
-      while (__any_sync(~0u, threadIdx.x < PLACES && load_acquire(&counters[place * APART]) < meetings * blocks)) {
+      bool all = threadIdx.x >= PLACES;  // that are counted here
+      while (!__all_sync(~0u, all)) {
+        if (!all) all = load_acquire(&counters[place * APART]) >= meetings * blocks;
       }
     }
     meet();
@@ -203,7 +202,7 @@ DEVICE void load_keys(const Model& m, const int* lengths, int layer, Shared<X_RO
 }
 
 template <typename T, int X_ROWS, int D>
-DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<X_ROWS, D>& mem, Stage& stage) {
+DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS, D>& mem, Stage& stage) {
   constexpr int AT_A_TIME = 16;  // parts
   float2* partial_ml = reinterpret_cast<float2*>(m.partial + int64_t(items_of(m)) * m.shared_by * D);
 
@@ -293,14 +292,14 @@ DEVICE unsigned long long rank_of(float logit, int column) {
 }
 
 template <typename T, int X_ROWS, int D, typename Math>
-DEVICE void compute_step(const Model& m, Memory<X_ROWS, D>& mem, Stage stage) {
+DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage) {
   Grid grid = {m.counters};
   if (threadIdx.x < X_ROWS) mem.best[threadIdx.x] = 0;
   embed<T>(m);
   grid.come();
   for (int i = 0, which = QKV;; which < DOWN ? ++which : (++i, which = i < m.layer_count ? QKV : HEAD)) {
     const Product p = m.product<T>(mem.layers[i], which);
-    Share<T, X_ROWS, Math, MOST_UNITS, X_PIECES<X_ROWS>> share(p, mem.ring, mem.x, stage);
+    Share<T, X_ROWS, Math, MOST_UNITS> share(p, mem.ring, mem.x, stage);
     grid.wait_for_all();
     share.compute([&](int row, int column, float sum) {
       const unsigned long long rank = which == HEAD ? rank_of(sum, column) : 0;
@@ -349,7 +348,7 @@ DEVICE void prefetch_beside(const Product& p) {
 }
 
 template <typename T, int X_ROWS, int D>
-DEVICE void load_step(const Model& m, Memory<X_ROWS, D>& mem, Stage stage) {
+DEVICE void load_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage) {
   for (int i = 0, which = QKV;; which < DOWN ? ++which : (++i, which = i < m.layer_count ? QKV : HEAD)) {
     const Product p = m.product<T>(mem.layers[i], which);
     prefetch_beside<T>(p);
@@ -359,20 +358,20 @@ DEVICE void load_step(const Model& m, Memory<X_ROWS, D>& mem, Stage stage) {
   }
 }
 
-template <int X_ROWS, int D>
-constexpr int SLOTS = (227 * 1024 - int(sizeof(Memory<X_ROWS, D>))) / SLOT;
+template <typename T, int X_ROWS, int D>
+constexpr int SLOTS = (227 * 1024 - int(sizeof(Memory<T, X_ROWS, D>))) / SLOT;
 
 template <typename T, int X_ROWS, int D, typename Math>
 __global__ void __launch_bounds__(THREADS, 1) step_kernel(const __grid_constant__ Model m) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  auto& mem = *reinterpret_cast<Memory<X_ROWS, D>*>(raw);
+  auto& mem = *reinterpret_cast<Memory<T, X_ROWS, D>*>(raw);
   constexpr int ADDRESSES = sizeof(Layer) / sizeof(void*);
   for (int i = threadIdx.x; i < m.layer_count * ADDRESSES; i += THREADS)
     reinterpret_cast<const void**>(mem.layers)[i] = reinterpret_cast<const void* const*>(m.layers)[i];
   if (threadIdx.x < m.rows) mem.lengths[threadIdx.x] = m.lengths[threadIdx.x];
   if (threadIdx.x == COMPUTE) tma_prefetch(&m.k_map), tma_prefetch(&m.v_map);
-  start(mem.ring, SLOTS<X_ROWS, D>, SLOT);
-  Stage stage = {SLOTS<X_ROWS, D>, SLOT, IN_FLIGHT};
+  start(mem.ring, SLOTS<T, X_ROWS, D>, SLOT);
+  Stage stage = {SLOTS<T, X_ROWS, D>, SLOT, IN_FLIGHT};
   if (__shfl_sync(~0u, threadIdx.x / 32, 0) < WARPS) {
     compute_step<T, X_ROWS, D, Math>(m, mem, stage);
   } else {
@@ -395,8 +394,10 @@ static cudaError_t launch_together(void (*kernel)(Model), int blocks, int bytes,
 template <typename T, int X_ROWS, int D, typename Math>
 static cudaError_t launch(Model& m, int blocks, cudaStream_t stream) {
   constexpr auto kernel = step_kernel<T, X_ROWS, D, Math>;
-  constexpr int bytes = sizeof(Memory<X_ROWS, D>) + SLOTS<X_ROWS, D> * SLOT;
+  constexpr int bytes = sizeof(Memory<T, X_ROWS, D>) + SLOTS<T, X_ROWS, D> * SLOT;
   static_assert(bytes <= 227 * 1024, "a block has at most 227 KiB of shared memory");
+  constexpr int most_in_flight = IN_FLIGHT * (SLOT / (2 * TILE<T, D>));
+  static_assert(most_in_flight <= SLOTS<T, X_ROWS, D> && SLOTS<T, X_ROWS, D> <= MOST_STAGES, "the ring has them");
   if (cudaError_t error = allow_shared_memory<kernel, bytes>()) return error;
   const int layers_rows = m.layer_stride * (m.layer_count - 1) + m.rows;
   const Strides cache = {int64_t(m.max_seq) * m.kv_heads * D, int64_t(m.kv_heads) * D, D};

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from common.build import Kernels, dtype_code, touching
-from common.inputs import describe
+from common.inputs import describe, expect
 from task5.ladder.call import is_hopper, sms_of
 from task6.generation.product import ACTIVATIONS
 
@@ -97,7 +97,20 @@ class PersistentStep:
             )
         if head_dim not in HEAD_DIMS:
             raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")
+        if model.heads % kv_heads:
+            raise ValueError(f"kv_heads must divide heads; got {kv_heads} and {model.heads}")
+        if model.activation == "swiglu" and any(
+            layer.get(name) is not None for layer in model.layers for name in ("up_sums", "up_bias")
+        ):
+            raise ValueError("swiglu has neither up_sums nor up_bias")
         place = dict(device=lengths.device, dtype=model.embedding.dtype)
+        expect("logits", logits, shape=(rows, len(model.head)), **place)
+        for name in ("cos", "sin"):
+            if (t := getattr(model, name)) is not None:
+                shape = ("max_seq", head_dim // 2)
+                expect(name, t, shape=shape, dtype=torch.float32, device=place["device"])
+        if not all(t.is_contiguous() for t in (logits, model.cos, model.sin) if t is not None):
+            raise ValueError("logits, cos and sin must be contiguous")
         tensors = [t for layer in model.layers for t in layer.values()]
         tensors += [model.embedding, model.norm, model.head, model.head_sums, model.head_bias]
         tensors += [k_cache[0], v_cache[0]]

@@ -36,7 +36,7 @@ union Vector16 {  // 16 bytes
   uint4 bits;
   T values[16 / sizeof(T)];
 };
-// x * norm, rounded as the plain model rounds it.
+// x * norm, rounded. What all of a row have in common, the factor of the norm, comes after the sum.
 template <typename T>
 DEVICE uint4 scaled(const uint4& x, const uint4& by) {
   Vector16<T> a = {x};

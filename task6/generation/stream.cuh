@@ -13,7 +13,7 @@
 constexpr int WARPS = 8, LOADERS = 2, COMPUTE = 32 * WARPS, THREADS = COMPUTE + 32 * LOADERS;
 constexpr int UNIT = 8, MOST_UNITS = 4;          // rows of w of a unit; units of a stage at most
 constexpr int BYTES = 1024, PITCH = BYTES + 64;  // of a piece of a row: lanes of a quarter-warp read different banks
-constexpr int PIECES = UNIT * MOST_UNITS;        // of a stage: of fewer rows it has more of each
+constexpr int STAGE_PIECES = UNIT * MOST_UNITS;  // of a stage: of fewer rows it has more of each
 constexpr int STEPS = BYTES / (64 * WARPS);      // of a piece: in each a warp has 64 bytes of a row
 constexpr int MOST_STAGES = 20;
 
@@ -49,7 +49,7 @@ struct Shared {
 // Where a warp is in the ring of stages.
 struct Stage {
   int stages, bytes;  // how many; of one
-  int in_flight;      // so many are on their way at a time: of more, what others ask for would queue behind them
+  int in_flight;      // so many are on their way at a time: x and the counters would queue behind more
   int index = 0, parity = 0;
 
   DEVICE uint8_t* at(uint8_t* first) const { return first + index * bytes; }
@@ -124,7 +124,7 @@ struct TensorCores {
   DEVICE void add(const uint8_t (*x)[64], const uint4 (&w)[UNITS]) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-    for (int i = 0; i < GROUPS; ++i) {  // of no row: anything
+    for (int i = 0; i < GROUPS; ++i) {  // what is summed for no row of x is not put
       const uint4 b = *reinterpret_cast<const uint4*>(x[min(4 * i + g % 4, X_ROWS - 1)] + 16 * t);
       const uint32_t first = g < 4 ? b.x : b.y, second = g < 4 ? b.z : b.w;
 #pragma unroll
@@ -217,12 +217,15 @@ struct Place {
 
 // x on its way to shared memory: each warp has the columns that it multiplies. If it has room for all of them they
 // stay, or a few pieces are ahead, again for each pass.
-template <int X_ROWS, int PIECES>
-using XMemory = uint8_t[WARPS][PIECES][STEPS][X_ROWS][64];
+template <int X_ROWS>
+constexpr int X_PIECES = X_ROWS <= 4 ? 8 : 3;
+template <int X_ROWS>
+using XMemory = uint8_t[WARPS][X_PIECES<X_ROWS>][STEPS][X_ROWS][64];
 
-template <typename T, int X_ROWS, int PIECES>
+template <typename T, int X_ROWS>
 struct XRing {
   using Piece = uint8_t[STEPS][X_ROWS][64];
+  static constexpr int PIECES = X_PIECES<X_ROWS>;
   static constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS, GROUPS = ceil_div(X_ROWS, 4);
   static_assert(STEPS == 2, "eight lanes have a row");
 
@@ -234,7 +237,7 @@ struct XRing {
   uint4 norm = {};               // this lane's 16 bytes, for the piece that is scaled next
   Moments moments[GROUPS] = {};  // of this lane's columns of every fourth row
 
-  DEVICE XRing(const Product& p, XMemory<X_ROWS, PIECES>& mem, int passes) : own(mem[threadIdx.x / 32]) {
+  DEVICE XRing(const Product& p, XMemory<X_ROWS>& mem, int passes) : own(mem[threadIdx.x / 32]) {
     pieces = ceil_div(p.K, CHUNK);
     const bool stay = pieces <= PIECES;
     fresh = (stay ? min(passes, 1) : passes) * pieces, size = stay ? pieces : PIECES, at = size - 1;
@@ -276,18 +279,16 @@ struct XRing {
     if (next_norm < p.K) norm = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.norm) + next_norm);
     advance(next_norm, p.K);
   }
-  // The next piece, scaled by the norm, is here; the one before it is not needed any more. The one behind it is scaled
-  // already: nobody waits for that.
+  // The next piece, scaled by the norm, is here; the one before it is not needed any more.
   DEVICE const Piece& next(const Product& p) {
     if (++at == size) at = 0;
     if (taken++ < fresh) {
       __syncwarp();
       ask(p);
-      scale_next(p);
     }
     return own[at];
   }
-  // What this lane asked for.
+  // What this lane asked for, of the piece behind that: while it is multiplied.
   DEVICE void scale_next(const Product& p) {
     if (taken >= fresh) return;
     cp_async_wait<PIECES - 2>();
@@ -317,8 +318,9 @@ struct XRing {
 
 // The block's units of a product, some in each pass. Made before x is there: what does not depend on it is found and
 // loaded. MOST_PIECES: of a row in a stage.
-template <typename T, int X_ROWS, typename Math, int MOST_PIECES, int X_PIECES>
+template <typename T, int X_ROWS, typename Math, int MOST_PIECES>
 struct Share {
+  static_assert(MOST_PIECES == 1 || (MOST_PIECES == MOST_UNITS && Math::UNITS == MOST_UNITS), "in a stage");
   static constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS;
   const Product& p;
   Shared<X_ROWS>& mem;
@@ -326,9 +328,9 @@ struct Share {
   int first = p.first_unit(blockIdx.x), last = p.first_unit(blockIdx.x + 1), pass = 0;  // units
   Place place = Place(p, thread(), first, max(1, units(first)));
   Beside<T> beside = {};
-  XRing<T, X_ROWS, X_PIECES> ring;
+  XRing<T, X_ROWS> ring;
 
-  DEVICE Share(const Product& p, Shared<X_ROWS>& mem, XMemory<X_ROWS, X_PIECES>& x, Stage& stage)
+  DEVICE Share(const Product& p, Shared<X_ROWS>& mem, XMemory<X_ROWS>& x, Stage& stage)
       : p(p), mem(mem), stage(stage), ring(p, x, ceil_div(last - first, p.per_stage)) {
     if (place.any) beside = load_beside<T>(p, place.row, place.n);
   }
@@ -403,6 +405,7 @@ struct Share {
     const auto& x = ring.next(p);
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) math.template add<FIRST, LAST>(x[i], w[i]);
+    ring.scale_next(p);
   }
 
   // The warps' sums of some units become columns of out.

@@ -103,3 +103,37 @@ def test_a_norm_that_begins_elsewhere():
     model = replace(decoder._step_model(), norm=torch.ones(65, device=DEVICE)[1:])
     with pytest.raises(ValueError, match=r"must begin at multiples of 16 bytes; got .*\(64,\)"):
         PersistentStep(model, decoder.tokens, decoder.lengths, decoder.logits, blocks=1)
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (dict(heads=3), "kv_heads must divide heads; got 2 and 3"),
+        (dict(cos=torch.ones(9, 64)), r"cos must be \(max_seq, 32\) float32"),
+        (dict(sin=torch.ones(9, 32, dtype=torch.float64)), r"sin must be \(max_seq, 32\) float32"),
+        (dict(cos=torch.ones(32, 9).T), "logits, cos and sin must be contiguous"),
+        (
+            dict(layers=[{"up": torch.ones(128, 64), "up_bias": torch.ones(128)}]),
+            "swiglu has neither",
+        ),
+    ],
+)
+def test_models_that_it_does_not_take(change, says):
+    config = Config(1, 64, 2, 2, 64, 64, 50)
+    weights = Weights.random(config, device=torch.device("cpu"), dtype=torch.float32)
+    decoder = Decoder(weights, 1, 9)
+    with pytest.raises(ValueError, match=says):
+        PersistentStep(
+            replace(decoder._step_model(), **change),
+            decoder.tokens,
+            decoder.lengths,
+            decoder.logits,
+        )
+
+
+def test_logits_of_another_shape():
+    decoder = Decoder(tiny_weights(), 1, 9)
+    with pytest.raises(ValueError, match=r"logits must be \(1, 50\) float32"):
+        PersistentStep(
+            decoder._step_model(), decoder.tokens, decoder.lengths, decoder.logits[:, :49]
+        )
