@@ -12,6 +12,7 @@ from common.check import Rng, assert_close
 from common.check.attention import attention_float64, attention_pytorch
 from common.check.rng import new_seed
 from common.products import TensorCoreLinear
+from common.tests.devices import DEVICE, HOPPER
 from task2 import attention as task2
 from task4.attention import TILES, flash_attention, tile_fits
 from task4.ladder import RUNGS, ladder_attention
@@ -152,8 +153,7 @@ def _rung(rng, device, rung):
     return got, attention_float64(q, k, v, causal=True), pytorch
 
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-THEY_RUN = HOPPER or not torch.cuda.is_available()  # the kernels that are for Hopper, of all GPUs
+THEY_RUN = HOPPER or DEVICE == "cpu"  # the kernels that are for Hopper, of all GPUs
 DECODE_CASES = (
     (torch.float32, 64, 2), (torch.float32, 128, 8), (torch.float32, 256, 20), (torch.float16, 64, 2),
     (torch.bfloat16, 128, 8), (torch.bfloat16, 128, 40), (torch.float16, 256, 20),

@@ -4,16 +4,15 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from common.tests.devices import DEVICE, of_gpus_hopper
 from task7.decoder import Gpt2Decoder
 from task7.inference import ModelWithCustomAttention
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
 # The CPU layer takes long for the fused products: there, a few tokens.
 WAYS = [
     ({"fused": False}, 25),
     ({"fused": True}, 25 if DEVICE == "cuda" else 3),
-    pytest.param({"persistent": True}, 25 if DEVICE == "cuda" else 3, marks=pytest.mark.skipif(DEVICE == "cuda" and not HOPPER, reason="of GPUs, needs a Hopper")),
+    pytest.param({"persistent": True}, 25 if DEVICE == "cuda" else 3, marks=of_gpus_hopper),
 ]  # fmt: skip
 PROMPTS = [
     "Once upon a time there was",

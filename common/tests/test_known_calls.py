@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from common.build import View, builder, host
+from common.tests.devices import needs_hopper
 from task4.ladder import known_calls
 from task4.ladder.call import _check_and_launch, ladder_attention
 
@@ -189,9 +190,6 @@ def test_nothing_is_known_of_arguments_that_do_not_fit():
 
 
 # ---- on a GPU
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 
 def by_python(q, k, v, causal=False, scale=None, rung=None):

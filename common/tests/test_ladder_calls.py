@@ -12,6 +12,7 @@ from common.build import builder
 from common.check import assert_close
 from common.check.attention import attention_float64, attention_pytorch
 from common.paths import ROOT
+from common.tests.devices import DEVICE, needs_hopper, of_gpus_hopper
 from task4.ladder import call, rungs
 from task4.ladder.benchmark import host_cost
 from task4.ladder.call import ladder_attention
@@ -135,19 +136,15 @@ def test_the_rungs_and_their_files_agree():
 
 
 HOPPER = [rung for rung in RUNGS if rung.hopper]
-GPU = torch.cuda.is_available()
-IS_HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
-on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
-not_elsewhere = pytest.mark.skipif(GPU and not IS_HOPPER, reason="of GPUs, needs a Hopper")
 
 
-@not_elsewhere
+@of_gpus_hopper
 @pytest.mark.parametrize("rung", HOPPER, ids=str)
 def test_nan_reaches_the_rows_that_see_it_and_no_others(rung):
     """A sum that is NaN must not be taken for one that recomputing the tile would repair."""
     for dtype in rung.dtypes:  # with so many keys a maximum may be lazy
-        q, k, v = _qkv("cuda" if GPU else "cpu", 1, 2304, 2, 64, dtype=dtype)
-        q = q if GPU else q[:, :330]
+        q, k, v = _qkv(DEVICE, 1, 2304, 2, 64, dtype=dtype)
+        q = q if DEVICE == "cuda" else q[:, :330]
         k[0, 40, 0] = torch.nan  # every row of head 0 sees it
         q[0, 300, 1] = torch.inf
         bad = ladder_attention(q, k, v, rung=rung.number).isnan().any(-1)[0]
@@ -155,7 +152,7 @@ def test_nan_reaches_the_rows_that_see_it_and_no_others(rung):
         assert bad[:, 1].nonzero().flatten().tolist() == [300]
 
 
-@not_elsewhere
+@of_gpus_hopper
 @pytest.mark.parametrize("rung", HOPPER, ids=str)
 def test_rows_to_which_an_infinite_key_gives_the_score_minus_infinity_are_finite(rung):
     for head_dim in rung.head_dims:
@@ -163,7 +160,7 @@ def test_rows_to_which_an_infinite_key_gives_the_score_minus_infinity_are_finite
         assert finite == rows > 0
 
 
-@on_hopper
+@needs_hopper
 @pytest.mark.parametrize("rung", [r for r in RUNGS if r.counter], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_launch_leaves_its_counter_at_0(rung, head_dim):

@@ -12,11 +12,9 @@ from common.build import library, using
 from common.check import Rng
 from common.products import TensorCoreLinear, fp32, linear_of
 from common.products.fp32 import is_large
+from common.tests.devices import HOPPER, needs_hopper
 from task6.generation import Decoder, Weights
 from task6.model import customModel
-
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 
 @pytest.fixture

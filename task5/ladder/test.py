@@ -9,13 +9,11 @@ import torch
 
 from common.check import assert_close
 from common.check.rng import new_seed
+from common.tests.devices import DEVICE, of_gpus_hopper
 from task5.ladder import call, decode_attention
 from task5.ladder.call import KEYS_AS_ROWS, ON_CPU
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
-OTHER_GPU = pytest.mark.skipif(DEVICE == "cuda" and not HOPPER, reason="of GPUs, needs a Hopper")
-RUNGS = [1, *(pytest.param(n, marks=OTHER_GPU) for n in (2, 3, 4, 5)), None]
+RUNGS = [1, *(pytest.param(n, marks=of_gpus_hopper) for n in (2, 3, 4, 5)), None]
 HALVES = (torch.float16, torch.bfloat16)
 LENGTHS = (1, 63, 64, 65, 200, 333, 700) if DEVICE == "cpu" else (1, 64, 65, 333, 700, 2500, 5000)
 CASES = 40 if DEVICE == "cpu" else 200
@@ -327,7 +325,7 @@ def test_of_gpus_rung_2_is_for_hopper(monkeypatch):
         call._check_rung(q, 2)
 
 
-@OTHER_GPU
+@of_gpus_hopper
 def test_rung_5_is_for_16_bits():
     q = torch.zeros(1, 1, 2, 64, device=DEVICE)
     with pytest.raises(ValueError, match="rung 5 computes in 16 bits; got .*float32"):

@@ -10,13 +10,12 @@ from common.build import using
 from common.check import assert_close
 from common.check.rng import new_seed
 from common.inputs import KERNEL_DTYPES
+from common.tests.devices import DEVICE, of_gpus_hopper
 from task5.ladder import append, decode_attention
 from task5.ladder.append import append_rope
 from task6.rope import RoPE, apply_rotary_emb
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
-WAYS = [False, pytest.param(True, marks=pytest.mark.skipif(DEVICE == "cuda" and not HOPPER, reason="of GPUs, needs a Hopper"))]  # fmt: skip
+WAYS = [False, pytest.param(True, marks=of_gpus_hopper)]
 CASES = 60
 
 

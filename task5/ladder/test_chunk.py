@@ -9,17 +9,15 @@ from common.build import using
 from common.check import assert_close
 from common.check.attention import attention_float64, attention_pytorch
 from common.check.rng import new_seed
+from common.tests.devices import DEVICE, HOPPER, of_gpus_hopper
 from task5.ladder import chunk
 from task5.ladder.chunk import best_split, chunk_attention, faster_than_the_ladder
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
 HALF = torch.float16
 LENGTHS = (1, 127, 128, 129, 1000) + (3000,) * (DEVICE == "cuda")
-OTHER_GPU = pytest.mark.skipif(DEVICE == "cuda" and not HOPPER, reason="of GPUs, needs a Hopper")
 
 
-@OTHER_GPU
+@of_gpus_hopper
 @pytest.mark.parametrize("part", range(4))
 def test_it_matches_float64(part):
     for _ in range(40 if DEVICE == "cuda" else 8):

@@ -11,6 +11,7 @@ import torch
 from common.memory import NotEnoughMemory
 from common.paths import ROOT
 from common.record.grid import Grid
+from common.tests.devices import DEVICE, HOPPER
 from task6.generation import (
     CONFIGS,
     Config,
@@ -32,8 +33,6 @@ from task6.generation.breakdown import GAPS, Part
 from task6.generation.measure import Speed, generate, measure, step_bytes
 from task6.generation.record import Record, Tables, Times
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
 PLAIN = Config(2, 128, 2, 2, 64, 512, 61)  # task 6's model has this architecture too
 GROUPED = Config(2, 256, 4, 2, 64, 320, 97, tied=True, rope_base=500.0, eps=1e-5)
 TINY = Case("tiny", 2, 5, 6, "float32")

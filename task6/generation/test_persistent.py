@@ -9,14 +9,12 @@ import torch
 
 from common.build import using
 from common.check.rng import new_seed
+from common.tests.devices import DEVICE, of_gpus_hopper
 from task5.ladder import call
 from task6.generation import Decoder, Weights, persistent
 from task6.generation.config import Config
 from task6.generation.persistent import PersistentStep
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] == 9
-OTHER_GPU = pytest.mark.skipif(DEVICE == "cuda" and not HOPPER, reason="of GPUs, needs a Hopper")
 CASES, STEPS = (6, 5) if DEVICE == "cuda" else (3, 2)
 
 
@@ -31,7 +29,7 @@ def random_case(r):
     return config, dtype, r.randint(1, 8), r.choice((1, 7, 60, 700 if DEVICE == "cuda" else 200))
 
 
-@OTHER_GPU
+@of_gpus_hopper
 @pytest.mark.parametrize("part", range(4))
 def test_the_same_logits_as_many_launches(part):
     for _ in range(CASES):
@@ -56,7 +54,7 @@ def test_the_same_logits_as_many_launches(part):
             assert torch.equal(one.tokens[:, 0], one.logits.argmax(-1)), seed
 
 
-@OTHER_GPU
+@of_gpus_hopper
 def test_float32_tokens_are_the_decoders():
     torch.manual_seed(0)
     config = Config(3, 512, 8, 2, 64, 1024, 1000)

@@ -8,10 +8,9 @@ from torch.nn import functional as F
 
 from common.build import using
 from common.check.rng import new_seed
+from common.tests.devices import DEVICE, HOPPER
 from task6.generation import product as product_module
 from task6.generation.product import product
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def expected(x, w, norm, eps, layer_norm, bias, residual, activation):
@@ -56,7 +55,7 @@ def expected(x, w, norm, eps, layer_norm, bias, residual, activation):
 @pytest.fixture(params=[False, True], ids=["", "streamed"])
 def streamed(request, monkeypatch):
     """With Hopper's kernel or the other one. The CPU runs both."""
-    if DEVICE == "cuda" and request.param and torch.cuda.get_device_capability()[0] != 9:
+    if DEVICE == "cuda" and request.param and not HOPPER:
         pytest.skip("of GPUs, needs a Hopper")
     monkeypatch.setattr(product_module, "is_hopper", lambda device: request.param)
 
