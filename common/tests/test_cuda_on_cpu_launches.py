@@ -3,25 +3,16 @@
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
 from common.build import KernelError, Kernels, library, using
+from common.tests.kernel_file import KernelFile
 
-SOURCE = Path(__file__).parent / "kernels/launches.cu"
-TEXT = SOURCE.read_text()
+FILE = KernelFile("launches.cu")
+names, line_of = FILE.names, FILE.line_of
 _kernels = Kernels(__file__, "kernels/launches.cu")
-
-
-def names(enum: str) -> list[str]:
-    return re.search(rf"enum {enum} \{{(.*?)\}}", TEXT, re.DOTALL)[1].replace(",", " ").split()
-
-
-def place(tag: str) -> str:
-    (line,) = [i for i, line in enumerate(TEXT.splitlines(), 1) if line.endswith(f"// @{tag}")]
-    return f"common/tests/kernels/launches.cu:{line}"
 
 
 # ---- the limit of time
@@ -50,9 +41,9 @@ def test_an_endless_kernel_fails(loop, check):
         first,
     )
     assert where, first
-    assert second == f"  in kernel endless, launched at {place('launch')}"
+    assert second == f"  in kernel endless, launched at {line_of('launch')}"
     if check or loop in ("BARRIERS", "SHUFFLES"):
-        assert where[1] == place(loop), first
+        assert where[1] == line_of(loop), first
     # where threads switch the fast build knows the line, but the limit may end the loop in between
     assert where[2] in ("", "" if check else ", or near it; with --check the line is exact"), first
     assert torch.equal(endless("NONE", blocks=1, check=check), torch.arange(64.0))
@@ -137,7 +128,7 @@ STREAMS = {
 def test_work_on_another_stream_is_an_error(wrong, check):
     with using(check=check), pytest.raises(KernelError) as caught:
         streams(wrong)
-    assert str(caught.value) == f"{place(wrong)}: {STREAMS[wrong]}"
+    assert str(caught.value) == f"{line_of(wrong)}: {STREAMS[wrong]}"
 
 
 # ---- what was launched

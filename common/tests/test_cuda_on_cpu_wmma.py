@@ -1,18 +1,16 @@
 """nvcuda::wmma of the CUDA-on-CPU layer: products against float64, and mistakes named by file and line."""
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
 
 from common.build import KernelError, Kernels, dtype_code, using
+from common.tests.kernel_file import KernelFile
 
-SOURCE = Path(__file__).parent / "kernels/wmma.cu"
-TEXT = SOURCE.read_text()
+FILE = KernelFile("wmma.cu")
 _kernels = Kernels(__file__, "kernels/wmma.cu")
-MISTAKES = re.search(r"enum Mistake \{(.*?)\}", TEXT, re.DOTALL)[1].replace(",", " ").split()
+MISTAKES, line_of = FILE.names("Mistake"), FILE.line_of
 ORDERS = ("forward", "reverse", "random")
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 SHAPES = [(dtype, m, n, 16) for dtype in (HALF, BFLOAT) for m, n in ((16, 16), (32, 8), (8, 32))]
@@ -22,12 +20,6 @@ SHAPES += [(FLOAT, 16, 16, 8)]
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-
-
-def line_of(tag: str) -> str:
-    lines = [i for i, line in enumerate(TEXT.splitlines(), 1) if line.endswith(f"// @{tag}")]
-    assert len(lines) == 1, f"@{tag} marks {len(lines)} lines"
-    return f"wmma.cu:{lines[0]}"
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

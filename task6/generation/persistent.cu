@@ -18,7 +18,7 @@
 #include "stream.cuh"
 
 constexpr int SLOT = STAGE_PIECES * PITCH;  // bytes of a stage
-constexpr int IN_FLIGHT = 2;          // stages
+constexpr int IN_FLIGHT = 2;                // stages
 
 struct Layer {
   const void *norm_1, *qkv, *qkv_sums, *qkv_bias, *o, *o_bias, *norm_2, *up, *up_sums, *up_bias, *down, *down_bias;

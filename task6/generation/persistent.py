@@ -105,10 +105,17 @@ class PersistentStep:
             raise ValueError("swiglu has neither up_sums nor up_bias")
         place = dict(device=lengths.device, dtype=model.embedding.dtype)
         expect("logits", logits, shape=(rows, len(model.head)), **place)
-        for name in ("cos", "sin"):
-            if (t := getattr(model, name)) is not None:
-                shape = ("max_seq", head_dim // 2)
-                expect(name, t, shape=shape, dtype=torch.float32, device=place["device"])
+        for name, columns in (
+            ("cos", head_dim // 2),
+            ("sin", head_dim // 2),
+            ("positions", hidden),
+        ):
+            if (t := getattr(model, name)) is None:
+                continue
+            dtype = place["dtype"] if name == "positions" else torch.float32
+            expect(name, t, shape=("max_seq", columns), dtype=dtype, device=place["device"])
+            if len(t) < max_seq:
+                raise ValueError(f"{name} must have the cache's {max_seq} rows; got {len(t)}")
         if not all(t.is_contiguous() for t in (logits, model.cos, model.sin) if t is not None):
             raise ValueError("logits, cos and sin must be contiguous")
         tensors = [t for layer in model.layers for t in layer.values()]

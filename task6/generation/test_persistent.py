@@ -110,6 +110,8 @@ def test_a_norm_that_begins_elsewhere():
         (dict(cos=torch.ones(9, 64)), r"cos must be \(max_seq, 32\) float32"),
         (dict(sin=torch.ones(9, 32, dtype=torch.float64)), r"sin must be \(max_seq, 32\) float32"),
         (dict(cos=torch.ones(32, 9).T), "logits, cos and sin must be contiguous"),
+        (dict(sin=torch.ones(8, 32)), "sin must have the cache's 9 rows; got 8"),
+        (dict(positions=torch.ones(8, 64)), "positions must have the cache's 9 rows; got 8"),
         (
             dict(layers=[{"up": torch.ones(128, 64), "up_bias": torch.ones(128)}]),
             "swiglu has neither",
