@@ -14,7 +14,6 @@ from common.check.rng import seed_of
 from common.memory import NotEnoughMemory
 from common.products import PRODUCTS
 from common.products.fp32 import can_split
-from common.record.grid import Grid
 from common.timing import IMPOSSIBLE, ImpossibleRate, reference
 from task6.generation import bars, endurance, plot, table
 from task6.generation.benchmark import DTYPES, Case, Found, prepare, run
@@ -249,9 +248,9 @@ def _print(found: Found, read_gb_per_s: float | None) -> None:
         raise ImpossibleRate(
             f"{found.case}: {step:.4g} ms for a step is impossible: its bytes take {floor:.4g} ms"
         )
-    parts: Grid = table.step_parts(found, read_gb_per_s)
-    if parts.rows:
-        parts.print(console)
+    for parts in (table.step_parts(found, read_gb_per_s), table.phases(found, read_gb_per_s)):
+        if parts.rows:
+            parts.print(console)
 
 
 def _render(record: Record) -> int:

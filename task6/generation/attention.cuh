@@ -43,6 +43,14 @@ struct Part {
 #pragma unroll
     for (int n = 0; n < N; ++n) O[n] = O[n] * rescale + other_O[n] * factor;
   }
+  // And the part of the lane that is `step` away.
+  DEVICE void add_lanes(int step) {
+    float other[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) other[n] = __shfl_xor_sync(~0u, O[n], step);
+    const float other_m = __shfl_xor_sync(~0u, m, step), other_l = __shfl_xor_sync(~0u, l, step);
+    add(other_m, other_l, other);
+  }
 };
 
 // ---- In 16 bits. A warp has 16 keys of a tile and half of the columns of V, so S = Q K^T is computed twice. Of the
@@ -297,13 +305,7 @@ struct CudaCoreAttention {
       if (h >= heads) break;
       Part<4>& own = part[h];
 #pragma unroll
-      for (int step = LANES; step < 32; step *= 2) {
-        float O[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) O[n] = __shfl_xor_sync(~0u, own.O[n], step);
-        const float m = __shfl_xor_sync(~0u, own.m, step), l = __shfl_xor_sync(~0u, own.l, step);
-        own.add(m, l, O);
-      }
+      for (int step = LANES; step < 32; step *= 2) own.add_lanes(step);
       if (lane < LANES) store(&parts.O[warp][h][column()], own.O);
       if (lane == 0) parts.ml[warp][h] = make_float2(own.m, own.l);
     }

@@ -11,12 +11,12 @@ from common.check.case import device_of
 from common.dtypes import dtype_name
 from common.products.fp32 import can_split
 from task5.ladder.benchmark import reason_of
-from task6.generation.breakdown import STEPS, Part, breakdown
+from task6.generation.breakdown import STEPS, Part, breakdown, phases
 from task6.generation.config import Config, find_config
 from task6.generation.decoder import ROWS, Decoder
 from task6.generation.measure import Speed, generate, measure, step_bytes
 from task6.generation.parallel import Group
-from task6.generation.peers import Make
+from task6.generation.peers import ONE_LAUNCH, Make
 from task6.generation.weights import Weights, expect_room
 
 OURS = "the decoder"
@@ -95,6 +95,7 @@ class Found:
         clock: of the SMs while it generates, in MHz, where it is known.
         begins: the first tokens of the first sequence.
         parts: of a step.
+        one_launch: parts of a step in one launch.
         speeds: of each side.
         same: how many tokens of all sequences are the decoder's, before one differs.
         left_out: why a side is missing.
@@ -109,6 +110,7 @@ class Found:
     clock: int | None = None
     begins: list[int] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
+    one_launch: list[Part] = field(default_factory=list)
     speeds: dict[str, Speed] = field(default_factory=dict)
     same: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -192,6 +194,9 @@ def run(
     found.speeds = measure(sides, prompt, case.new_tokens)
     if profile:
         found.parts = breakdown(decoder, prompt)
+        if ONE_LAUNCH in sides:
+            step_us = 1e3 * found.speeds[ONE_LAUNCH].between.median_ms
+            found.one_launch = phases(sides[ONE_LAUNCH], prompt, step_us)
     return found
 
 

@@ -82,6 +82,30 @@ def breakdown(decoder: Decoder, prompt: Tensor) -> list[Part]:
     return sorted(found, key=lambda part: -part.us)
 
 
+def phases(decoder: Decoder, prompt: Tensor, step_us: float) -> list[Part]:
+    """The parts of a step in one launch after this prompt, as one of its blocks saw them.
+
+    A part ends when all blocks have met behind it.
+
+    Args:
+        decoder: with a persistent step.
+        prompt: token ids ``(batch, seq)``.
+        step_us: microseconds of a step, which the clock's cycles are shares of.
+    """
+    decoder.generate(prompt, 1)
+    step, layers = decoder.one_launch, decoder.config.layers
+    spans = torch.stack([step.clocks().diff() for _ in range(STEPS)]).double().mean(0).cpu()
+    spans *= step_us / spans.sum()
+    of_layers = spans[1:-1].view(layers, 5).sum(0).tolist()
+    us = dict(zip((*PRODUCTS[:1], "attention", *PRODUCTS[1:]), of_layers, strict=True))
+    us |= {"embedding": spans[0].item(), LOGITS: spans[-1].item()}
+    moved = part_bytes(decoder, prompt.shape[1] + 1 + STEPS / 2)
+    return [
+        Part(name, "", 1 if name in ("embedding", LOGITS) else layers, time, moved.get(name))
+        for name, time in sorted(us.items(), key=lambda part: -part[1])
+    ]
+
+
 def parts_of(
     ran: Sequence[tuple[str, float, float]], steps: int, layers: int, moved: dict[str, float]
 ) -> list[Part]:

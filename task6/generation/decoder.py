@@ -42,6 +42,7 @@ class Decoder:
         lengths: int32 ``(batch,)``, how many positions of the cache are filled.
         logits: ``(batch, vocab)``, from which the newest tokens were taken; a process's columns of it.
         k_cache, v_cache: ``(layers, batch, max_seq_len, kv_heads, head_dim)``.
+        one_launch: the persistent step, or None.
 
     Raises:
         ValueError: sizes that are not positive, other ``products``, or what a persistent step does not take.
@@ -85,11 +86,11 @@ class Decoder:
         self.filled = 0  # the largest of lengths, known to the host
         self.group = group or Group()
         self.fused = w.is_cuda if fused is None else fused
-        self._one_launch: PersistentStep | None = None
+        self.one_launch: PersistentStep | None = None
         if persistent:
             if self.group.world > 1:
                 raise ValueError(f"a persistent step is of one process; got {self.group.world}")
-            self._one_launch = PersistentStep(
+            self.one_launch = PersistentStep(
                 self._step_model(), self.tokens, self.lengths, self.logits
             )
         self._advance = GraphedStep(self.tokens, self.lengths, max_seq_len)
@@ -147,8 +148,8 @@ class Decoder:
         return new
 
     def _step(self) -> None:
-        if self._one_launch is not None:
-            self._one_launch()
+        if self.one_launch is not None:
+            self.one_launch()
         else:
             self.lengths += 1
             self._forward(self.tokens)

@@ -12,6 +12,9 @@
 // keys of a kv head, and the last block of a kv head to come merges their parts.
 #include <cuda_runtime.h>
 
+#ifndef __CUDACC__
+#include <chrono>
+#endif
 #include <utility>
 
 #include "attention.cuh"
@@ -19,6 +22,10 @@
 
 constexpr int SLOT = STAGE_PIECES * PITCH;  // bytes of a stage
 constexpr int IN_FLIGHT = 2;                // stages
+// Of x in shared memory. Of one row there are no more, or six stages would not fit.
+template <int X_ROWS>
+constexpr int X_PIECES = X_ROWS == 1 ? 12 : X_ROWS <= 4 ? 8
+                                                        : 3;
 
 struct Layer {
   const void *norm_1, *qkv, *qkv_sums, *qkv_bias, *o, *o_bias, *norm_2, *up, *up_sums, *up_bias, *down, *down_bias;
@@ -35,6 +42,13 @@ enum Which { QKV,
              HEAD,
              PRODUCTS };
 
+// Counters of blocks, 0 between launches. They have lines of memory of their own: who looks at one does not wait for
+// those that are counted in another.
+enum Counter { CAME,     // to all meetings
+               DONE,     // with the step
+               MERGED }; // of each pair, whose parts of attention are written
+constexpr int APART = 32;  // ints
+
 struct Model {
   const Layer* layers;
   const void *embedding, *positions, *norm, *head, *head_sums, *head_bias;  // positions: null with RoPE
@@ -45,8 +59,8 @@ struct Model {
   int layer_stride;          // layer_stride layer + b
   float* partial;            // [item][its head][head_dim], and behind all of them m, l
   unsigned long long* best;  // of each row of the logits, 0 between launches
-  int *counters, *lengths;   // counters: Grid's; of blocks that are done; of merged items. 0 between launches
-  int64_t* tokens;
+  int *counters, *lengths;   // counters: Counter's, APART ints apart
+  int64_t *tokens, *clocks;  // clocks: block 0's at the beginning, after each meeting and in the end; or null
   int layer_count, rows, hidden, heads, kv_heads, max_seq, activation, splits;
   int shared_by, sets;  // query heads of a kv head that share a read of its keys, and how many such sets there are
   float eps, scale;
@@ -77,7 +91,7 @@ template <typename T, int X_ROWS, int D>
 struct Memory {
   union {
     Parts<AttentionOf<T, D>::PARTS, D> parts;  // in attention
-    alignas(128) XMemory<X_ROWS> x;  // in products
+    alignas(128) XMemory<X_ROWS, X_PIECES<X_ROWS>> x;  // in products
   };
   unsigned long long best[X_ROWS];
   bool last;
@@ -98,6 +112,14 @@ DEVICE int load_acquire(const int* from) {
 DEVICE void add_release(int* to, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
+
+DEVICE int add_acquire_release(int* to, int value) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(value) : "memory");
+  return before;
+}
+
+DEVICE int64_t cycles() { return clock64(); }
 #else
 DEVICE int load_acquire(const int* from) {
   cuda_on_cpu::yield();  // to the threads that it waits for
@@ -106,6 +128,13 @@ DEVICE int load_acquire(const int* from) {
   return value;
 }
 DEVICE void add_release(int* to, int value) { __threadfence(), atomicAdd(to, value); }
+DEVICE int add_acquire_release(int* to, int value) {
+  __threadfence();
+  const int before = atomicAdd(to, value);
+  __threadfence();
+  return before;
+}
+DEVICE int64_t cycles() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 #endif
 
 // What others update atomically, at some time or other.
@@ -117,26 +146,26 @@ DEVICE unsigned long long peek(const unsigned long long* at) {
 #endif
 }
 
-// Blocks are counted in several places: of one, whoever looks would wait for all that are counted there.
-constexpr int PLACES = 8, APART = 32;  // ints: a line of memory
 struct Grid {
-  int* counters;
+  int* came;        // blocks, to all meetings
+  int64_t* clocks;  // of this thread, or null
   int meetings = 0;
 
   DEVICE void come() {
     meet();
     ++meetings;
-    if (threadIdx.x == 0) add_release(&counters[blockIdx.x % PLACES * APART], 1);
+    if (threadIdx.x == 0) add_release(came, 1);
   }
   DEVICE void wait_for_all() {
-    if (threadIdx.x < 32) {
-      const int place = min(int(threadIdx.x), PLACES - 1), blocks = ceil_div(int(gridDim.x) - place, PLACES);
-      bool all = threadIdx.x >= PLACES;  // that are counted here
-      while (!__all_sync(~0u, all)) {
-        if (!all) all = load_acquire(&counters[place * APART]) >= meetings * blocks;
+    if (threadIdx.x == 0) {
+      while (load_acquire(came) < meetings * int(gridDim.x)) {
       }
     }
     meet();
+    look_at_the_clock();
+  }
+  DEVICE void look_at_the_clock() {
+    if (clocks) clocks[meetings] = cycles();
   }
 };
 
@@ -193,7 +222,7 @@ DEVICE void load_keys(const Model& m, const int* lengths, int layer, Shared<X_RO
         wait_until_free(mem, stage);
         mbarrier_arrive_expect(&mem.full[stage.index], TILE<T, D>);
         tma_load(stage.at(mem.stages) + loader * TILE<T, D>, loader ? &m.v_map : &m.k_map, &mem.full[stage.index], key,
-                 item.kv_head, layer * m.layer_stride + item.b);
+                 item.kv_head, layer * m.layer_stride + item.b, EVICT_FIRST);
       }
       stage.next();
     }
@@ -203,7 +232,7 @@ DEVICE void load_keys(const Model& m, const int* lengths, int layer, Shared<X_RO
 
 template <typename T, int X_ROWS, int D>
 DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS, D>& mem, Stage& stage) {
-  constexpr int AT_A_TIME = 16;  // parts
+  constexpr int AT_A_TIME = 4;  // parts
   float2* partial_ml = reinterpret_cast<float2*>(m.partial + int64_t(items_of(m)) * m.shared_by * D);
 
   for (int i = blockIdx.x; i < items_of(m); i += gridDim.x) {
@@ -255,32 +284,45 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
     if (item.splits == 1) continue;
 
     if (threadIdx.x == 0) {
-      int* counter = &m.counters[PLACES * APART + 1 + item.pair];
-      __threadfence();  // the block's parts are visible to all blocks before it is counted
-      mem.last = atomicAdd(counter, 1) == item.splits - 1;
-      if (mem.last) *counter = 0;  // for the next layer
-      __threadfence();             // the other blocks' parts are read after the count
+      int* counter = &m.counters[MERGED * APART + item.pair];
+      mem.last = add_acquire_release(counter, 1) == item.splits - 1;  // the others' parts are visible to the last one
+      if (mem.last) *counter = 0;                                     // for the next layer
     }
     meet();
     if (!mem.last) continue;
-    for (int n = threadIdx.x; n < item.heads * D; n += COMPUTE) {
-      const int h = n / D, column = n % D;
-      Part<1> all;
-      for (int first = 0; first < item.splits; first += AT_A_TIME) {
+    // Four lanes have the same four columns, each of every fourth split.
+    for (int n = threadIdx.x / 4; n < item.heads * D / 4; n += COMPUTE / 4) {
+      const int h = 4 * n / D, column = 4 * n % D;
+      Part<4> all;
+#pragma unroll 1
+      for (int first = threadIdx.x % 4; first < item.splits; first += 4 * AT_A_TIME) {
         float2 ml[AT_A_TIME];
-        float O[AT_A_TIME];
+        float4 O[AT_A_TIME];
+        float top = -INFINITY;
 #pragma unroll
         for (int k = 0; k < AT_A_TIME; ++k) {
-          const int64_t split = int64_t(item.pair) * m.splits + min(first + k, item.splits - 1);
-          const int64_t slot = split * m.shared_by + h;
-          ml[k] = __ldcg(&partial_ml[slot]), O[k] = __ldcg(&m.partial[slot * D + column]);
+          const int split = min(first + 4 * k, item.splits - 1);
+          const int64_t slot = (int64_t(item.pair) * m.splits + split) * m.shared_by + h;
+          ml[k] = __ldcg(&partial_ml[slot]);
+          O[k] = __ldcg(reinterpret_cast<const float4*>(&m.partial[slot * D + column]));
         }
 #pragma unroll
+        for (int k = 0; k < AT_A_TIME; ++k) top = fmaxf(top, ml[k].x);
+        float l = 0.0f, sum[4] = {};
+#pragma unroll
         for (int k = 0; k < AT_A_TIME; ++k) {
-          if (first + k < item.splits) all.add(ml[k].x, ml[k].y, {O[k]});
+          const float factor = first + 4 * k < item.splits ? exp2f(ml[k].x - top) : 0.0f;  // each has keys
+          l += ml[k].y * factor;
+          sum[0] += O[k].x * factor, sum[1] += O[k].y * factor, sum[2] += O[k].z * factor, sum[3] += O[k].w * factor;
         }
+        all.add(top, l, sum);
       }
-      out[n] = from_float<T>(all.O[0] / all.l);
+#pragma unroll
+      for (int step = 1; step <= 2; step *= 2) all.add_lanes(step);
+      if (threadIdx.x % 4 == 0) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[4 * n + e] = from_float<T>(all.O[e] / all.l);
+      }
     }
   }
 }
@@ -293,13 +335,14 @@ DEVICE unsigned long long rank_of(float logit, int column) {
 
 template <typename T, int X_ROWS, int D, typename Math>
 DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage) {
-  Grid grid = {m.counters};
+  Grid grid = {&m.counters[CAME * APART], blockIdx.x + threadIdx.x == 0 ? m.clocks : nullptr};
+  grid.look_at_the_clock();
   if (threadIdx.x < X_ROWS) mem.best[threadIdx.x] = 0;
   embed<T>(m);
   grid.come();
   for (int i = 0, which = QKV;; which < DOWN ? ++which : (++i, which = i < m.layer_count ? QKV : HEAD)) {
     const Product p = m.product<T>(mem.layers[i], which);
-    Share<T, X_ROWS, Math, MOST_UNITS> share(p, mem.ring, mem.x, stage);
+    Share<T, X_ROWS, Math, MOST_UNITS, X_PIECES<X_ROWS>> share(p, mem.ring, mem.x, stage);
     grid.wait_for_all();
     share.compute([&](int row, int column, float sum) {
       const unsigned long long rank = which == HEAD ? rank_of(sum, column) : 0;
@@ -314,12 +357,13 @@ DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage)
     grid.come();
   }
   meet();  // the block's best are known
+  ++grid.meetings, grid.look_at_the_clock();
   if (threadIdx.x < m.rows) atomicMax(&m.best[threadIdx.x], mem.best[threadIdx.x]);
   __threadfence();
   meet();
-  if (threadIdx.x > 0 || atomicAdd(&m.counters[PLACES * APART], 1) < int(gridDim.x) - 1) return;
+  if (threadIdx.x > 0 || atomicAdd(&m.counters[DONE * APART], 1) < int(gridDim.x) - 1) return;
   __threadfence();  // the last block: all others are done
-  for (int i = 0; i <= PLACES; ++i) m.counters[i * APART] = 0;
+  m.counters[CAME * APART] = m.counters[DONE * APART] = 0;
   for (int row = 0; row < m.rows; ++row) {
     m.tokens[row] = ~unsigned(__ldcg(&m.best[row]));
     m.best[row] = 0;
@@ -432,15 +476,16 @@ static cudaError_t launch(Model& m, int blocks, cudaStream_t stream) {
 extern "C" cudaError_t step(const void* layers, int layer_count, View embedding, const void* positions,
                             const void* norm, View head, const void* head_sums, const void* head_bias, const float* cos,
                             const float* sin, View x, View qkv, View o, View inner, void* logits, float* partial,
-                            void* best, int* counters, int* lengths, int64_t* tokens, View k_cache, View v_cache,
-                            int layer_stride, int heads, int activation, int splits, float eps, float scale, int blocks,
-                            int dtype, cudaStream_t stream) {
+                            void* best, int* counters, int* lengths, int64_t* tokens, int64_t* clocks,
+                            View k_cache, View v_cache, int layer_stride, int heads, int activation, int splits,
+                            float eps, float scale, int blocks, int dtype, cudaStream_t stream) {
   Model m = {};
   m.layers = static_cast<const Layer*>(layers), m.layer_count = layer_count;
   m.embedding = embedding.data, m.positions = positions, m.norm = norm;
   m.head = head.data, m.head_sums = head_sums, m.head_bias = head_bias, m.cos = cos, m.sin = sin;
   m.x = x.data, m.qkv = qkv.data, m.o = o.data, m.inner = inner.data, m.logits = logits, m.partial = partial;
-  m.best = static_cast<unsigned long long*>(best), m.counters = counters, m.lengths = lengths, m.tokens = tokens;
+  m.best = static_cast<unsigned long long*>(best), m.counters = counters, m.lengths = lengths, m.tokens = tokens,
+  m.clocks = clocks;
   m.k_cache = k_cache.data, m.v_cache = v_cache.data, m.layer_stride = layer_stride;
   m.rows = x.sizes[0], m.hidden = x.sizes[1], m.max_seq = k_cache.sizes[1];
   m.heads = heads, m.kv_heads = k_cache.sizes[2];

@@ -17,7 +17,9 @@ MAX_LAYERS = 80
 HEAD_DIMS = (64, 128)
 MOST_HEADS = 4  # of a group, that share a read of its keys
 FEWEST_KEYS = 32  # of a block
-COUNTERS = 8 * 32 + 1  # of blocks that come to a meeting, in eight lines of memory; of those done
+COUNTERS = (
+    2 * 32
+)  # of blocks that come to a meeting, and that are done, in lines of memory of their own
 LAYER = (
     "norm_1", "qkv", "qkv_sums", "qkv_bias", "o", "o_bias", "norm_2", "up", "up_sums", "up_bias", "down", "down_bias",
 )  # fmt: skip
@@ -162,7 +164,8 @@ class PersistentStep:
             partial=torch.empty(pairs * splits * shared_by * (head_dim + 2), device=lengths.device),
             best=torch.zeros(rows, dtype=torch.int64, device=lengths.device),
             counters=torch.zeros(COUNTERS + pairs, dtype=torch.int32, device=lengths.device), lengths=lengths,
-            tokens=tokens, k_cache=k_cache[0], v_cache=v_cache[0], layer_stride=k_cache.stride(0) // k_cache.stride(1),
+            tokens=tokens, clocks=None, k_cache=k_cache[0], v_cache=v_cache[0],
+            layer_stride=k_cache.stride(0) // k_cache.stride(1),
             heads=model.heads, activation=ACTIVATIONS.index(model.activation), splits=splits, eps=model.eps,
             scale=1 / math.sqrt(head_dim), blocks=blocks, dtype=dtype_code(place["dtype"]),
         )  # fmt: skip
@@ -171,3 +174,16 @@ class PersistentStep:
         """Advance by one token."""
         with touching(**self._behind):
             _KERNELS.launch("step", **self.arguments)
+
+    def clocks(self) -> Tensor:
+        """Advance by one token, and say when: int64 ``(5 * layers + 3,)``, cycles of block 0's multiprocessor.
+
+        At the beginning; when all blocks had met after the embedding, and after each layer's q, k, v, attention, o,
+        and first and second product of the MLP; and when the block was done with the logits. On the CPU they are
+        nanoseconds.
+        """
+        layers, device = self.arguments["layer_count"], self.arguments["lengths"].device
+        clocks = torch.zeros(5 * layers + 3, dtype=torch.int64, device=device)
+        with touching(**self._behind):
+            _KERNELS.launch("step", **self.arguments | dict(clocks=clocks))
+        return clocks

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from task6.generation.benchmark import Found
 from task6.generation.breakdown import Part
 from task6.generation.record import FOLDER, Times
 from task6.generation.table import PICTURE, megabytes
@@ -18,8 +19,8 @@ def draw(times: Times) -> Path | None:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    founds = [found for found in times.found if found.parts]
-    if not founds:
+    panels = [panel for found in times.found for panel in _panels(found, times.read_gb_per_s)]
+    if not panels:
         return None
     import matplotlib
 
@@ -27,21 +28,14 @@ def draw(times: Times) -> Path | None:
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
-    parts = [_drawn(found.parts) for found in founds]
-    heights = [len(some) + 2 for some in parts]
+    heights = [len(parts) + 2 for _, parts in panels]
     figure, axes = plt.subplots(
-        len(founds), 1, figsize=(12, 0.34 * sum(heights) + 0.8), dpi=110, layout="constrained",
+        len(panels), 1, figsize=(12, 0.34 * sum(heights) + 0.8), dpi=110, layout="constrained",
         height_ratios=heights, squeeze=False,
     )  # fmt: skip
-    for axis, found, some in zip(axes[:, 0], founds, parts, strict=True):
-        _draw(axis, some, times.read_gb_per_s)
-        floor, step = found.floor(times.read_gb_per_s), found.ours.between.median_ms
-        profiled = sum(part.us for part in found.parts)
-        axis.set_title(
-            f"{found.case}: {1e3 * step:,.0f} us per step, {step / floor:.2f} x the floor of {1e3 * floor:,.0f};"
-            f" {profiled:,.0f} in the profiler",
-            fontsize=11, loc="left",
-        )  # fmt: skip
+    for axis, (title, parts) in zip(axes[:, 0], panels, strict=True):
+        _draw(axis, parts, times.read_gb_per_s)
+        axis.set_title(title, fontsize=11, loc="left")
     axes[-1, 0].set_xlabel("microseconds per step")
     marks = [
         Patch(color=_READ, label="time of a pure read of its bytes"),
@@ -54,6 +48,24 @@ def draw(times: Times) -> Path | None:
     figure.savefig(FOLDER / PICTURE)
     plt.close(figure)
     return FOLDER / PICTURE
+
+
+def _panels(found: Found, read_gb_per_s: float) -> list[tuple[str, list[Part]]]:
+    """A title and the parts, of a step kernel by kernel and of one in one launch."""
+    floor = 1e3 * found.floor(read_gb_per_s)
+
+    def title(what: str, us: float) -> str:
+        return f"{found.case}, {what}: {us:,.0f} us per step, {us / floor:.2f} x the floor of {floor:,.0f}"
+
+    panels = []
+    if found.parts:
+        profiled = sum(part.us for part in found.parts)
+        launches = title("a graph of launches", 1e3 * found.ours.between.median_ms)
+        panels.append((f"{launches}; {profiled:,.0f} in the profiler", _drawn(found.parts)))
+    if found.one_launch:
+        us = sum(part.us for part in found.one_launch)
+        panels.append((title("one launch", us), _drawn(found.one_launch)))
+    return panels
 
 
 def _drawn(parts: list[Part]) -> list[Part]:

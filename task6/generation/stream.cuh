@@ -78,6 +78,19 @@ DEVICE void start(Shared<X_ROWS>& mem, int stages, int bytes) {
 
 // ---- The warps that load
 
+// As bulk_load, of what nobody reads again before much else has come: x, results and counters stay in L2.
+DEVICE void bulk_load_once(void* to, const void* from, int bytes, uint64_t* barrier) {
+#ifdef __CUDACC__
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(EVICT_FIRST)
+      : "memory");
+#else
+  bulk_load(to, from, bytes, barrier);
+#endif
+}
+
 template <typename T, int X_ROWS>
 DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage) {
   constexpr int CHUNK = BYTES / sizeof(T);
@@ -96,7 +109,7 @@ DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage) {
         mbarrier_arrive_expect(&mem.full[stage.index], all);
       }
       __syncwarp();
-      if (bytes > 0) bulk_load(stage.at(mem.stages) + piece * PITCH, from + k, bytes, &mem.full[stage.index]);
+      if (bytes > 0) bulk_load_once(stage.at(mem.stages) + piece * PITCH, from + k, bytes, &mem.full[stage.index]);
       stage.next();
     }
   }
@@ -215,93 +228,100 @@ struct Place {
   }
 };
 
-// x on its way to shared memory: each warp has the columns that it multiplies. If it has room for all of them they
-// stay, or a few pieces are ahead, again for each pass.
-template <int X_ROWS>
-constexpr int X_PIECES = X_ROWS <= 4 ? 8 : 3;
-template <int X_ROWS>
-using XMemory = uint8_t[WARPS][X_PIECES<X_ROWS>][STEPS][X_ROWS][64];
+// x on its way to shared memory: each warp has the columns that it multiplies. In a turn each lane asks for 16 bytes:
+// of a piece of four rows, or of TURN pieces of one. If it has room for all turns of x they stay, or a few are ahead,
+// again for each pass.
+template <int X_ROWS, int PIECES>
+using XMemory = uint8_t[WARPS][PIECES][STEPS][X_ROWS][64];
 
-template <typename T, int X_ROWS>
+template <typename T, int X_ROWS, int PIECES, int TURN>
 struct XRing {
   using Piece = uint8_t[STEPS][X_ROWS][64];
-  static constexpr int PIECES = X_PIECES<X_ROWS>;
-  static constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS, GROUPS = ceil_div(X_ROWS, 4);
-  static_assert(STEPS == 2, "eight lanes have a row");
+  static constexpr int TURNS = PIECES / TURN, CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS;
+  static constexpr int GROUPS = ceil_div(X_ROWS, 4);
+  static_assert(STEPS == 2 && (TURN == 1 || (TURN == 4 && X_ROWS == 1)), "eight lanes have a row of a piece");
 
   Piece* own;
-  int pieces, fresh, taken = 0;  // of a row; of all passes, or of one if they stay; of all passes, so far
-  int size;                      // of the ring
-  int asked = 0, to = 0, at;     // pieces; where the next one goes, and where the one that was taken last is
-  int next_k, next_norm;         // this lane's first column of the piece that is asked for next, and of norm
-  uint4 norm = {};               // this lane's 16 bytes, for the piece that is scaled next
+  int pieces, turns, of_row;     // of a row; which piece of it was taken last
+  int fresh, taken = 0;          // turns: of all passes, or of one if they stay; so far
+  int size;                      // of the ring, in turns
+  int asked = 0, to = 0, at;     // turns; where the next one goes, and where the one that was taken last is
+  int next_k, next_norm;         // this lane's first column of the turn that is asked for next, and of norm
+  uint4 norm = {};               // this lane's 16 bytes, for the turn that is scaled next
   Moments moments[GROUPS] = {};  // of this lane's columns of every fourth row
 
-  DEVICE XRing(const Product& p, XMemory<X_ROWS>& mem, int passes) : own(mem[threadIdx.x / 32]) {
-    pieces = ceil_div(p.K, CHUNK);
-    const bool stay = pieces <= PIECES;
-    fresh = (stay ? min(passes, 1) : passes) * pieces, size = stay ? pieces : PIECES, at = size - 1;
+  DEVICE XRing(const Product& p, XMemory<X_ROWS, PIECES>& mem, int passes) : own(mem[threadIdx.x / 32]) {
+    pieces = ceil_div(p.K, CHUNK), turns = ceil_div(pieces, TURN), of_row = pieces - 1;
+    const bool stay = turns <= TURNS;
+    fresh = (stay ? min(passes, 1) : passes) * turns, size = stay ? turns : TURNS, at = size - 1;
     next_k = next_norm = first_k();
     load_norm(p);
   }
   // x is there.
   DEVICE void start(const Product& p) {
-    for (int i = 0; i < PIECES - 1; ++i) ask(p);
+    for (int i = 0; i < TURNS - 1; ++i) ask(p);
     scale_next(p);
   }
-  // A lane has 16 bytes of every fourth row.
+  // A lane has 16 bytes of every fourth row, or of one piece of a turn.
   static DEVICE int step() { return threadIdx.x / 4 % STEPS; }
+  static DEVICE int group() { return threadIdx.x % 32 / 8; }
+  static DEVICE int row_of(int i) { return TURN > 1 ? 0 : 4 * i + group(); }
   static DEVICE int first_k() {
     const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
-    return step() * STEP + warp * (STEP / WARPS) + t * int(16 / sizeof(T));
+    return (TURN > 1 ? group() * CHUNK : 0) + step() * STEP + warp * (STEP / WARPS) + t * int(16 / sizeof(T));
   }
   static DEVICE void advance(int& k, int K) {
-    k += CHUNK;
+    k += TURN * CHUNK;
     if (k - first_k() >= K) k = first_k();
+  }
+  DEVICE uint8_t* place(int turn, int row) const {
+    return own[TURN > 1 ? turn * TURN + group() : turn][step()][row] + threadIdx.x % 4 * 16;
   }
   DEVICE void ask(const Product& p) {
     if (asked < fresh) {
       const bool inside = next_k < p.K;
 #pragma unroll
       for (int i = 0; i < GROUPS; ++i) {
-        const int row = 4 * i + threadIdx.x % 32 / 8;
+        const int row = row_of(i);
         const bool has = inside && row < p.rows;  // or zeros
         const T* from = static_cast<const T*>(p.x) + (has ? row * p.x_stride + next_k : 0);
-        if (row < X_ROWS) cp_async<16>(&own[to][step()][row][threadIdx.x % 4 * 16], from, has);
+        if (row < X_ROWS) cp_async<16>(place(to, row), from, has);
       }
       ++asked, advance(next_k, p.K);
     }
     cp_async_commit();
-    if (++to == PIECES) to = 0;
+    if (++to == TURNS) to = 0;
   }
   DEVICE void load_norm(const Product& p) {
     if (!p.norm) return;
     if (next_norm < p.K) norm = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.norm) + next_norm);
     advance(next_norm, p.K);
   }
-  // The next piece, scaled by the norm, is here; the one before it is not needed any more.
+  // The next piece, scaled by the norm, is here; the turn before its own is not needed any more.
   DEVICE const Piece& next(const Product& p) {
-    if (++at == size) at = 0;
-    if (taken++ < fresh) {
-      __syncwarp();
-      ask(p);
+    if (++of_row == pieces) of_row = 0;
+    if (of_row % TURN == 0) {
+      if (++at == size) at = 0;
+      if (taken++ < fresh) {
+        __syncwarp();
+        ask(p);
+      }
     }
-    return own[at];
+    return own[at * TURN + of_row % TURN];
   }
-  // What this lane asked for, of the piece behind that: while it is multiplied.
+  // What this lane asked for, of the turn behind that: while the first piece is multiplied.
   DEVICE void scale_next(const Product& p) {
-    if (taken >= fresh) return;
-    cp_async_wait<PIECES - 2>();
+    if (taken >= fresh || (taken > 0 && of_row % TURN > 0)) return;
+    cp_async_wait<TURNS - 2>();
     if (!p.norm) return;
-    auto& x = own[at + 1 == size ? 0 : at + 1][step()];
     const uint4 by = norm;
     load_norm(p);
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
-      const int row = 4 * i + threadIdx.x % 32 / 8;
+      const int row = row_of(i);
       if (row >= p.rows) continue;
-      uint4& value = *reinterpret_cast<uint4*>(x[row] + threadIdx.x % 4 * 16);
-      if (taken < pieces) moments[i].template add<T>(value);
+      uint4& value = *reinterpret_cast<uint4*>(place(at + 1 == size ? 0 : at + 1, row));
+      if (taken < turns) moments[i].template add<T>(value);
       value = scaled<T>(value, by);
     }
   }
@@ -309,16 +329,17 @@ struct XRing {
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
       Moments all = moments[i];
-      all.add_lanes(1), all.add_lanes(2), all.add_lanes(4);
-      const int row = 4 * i + threadIdx.x % 32 / 8;
+#pragma unroll
+      for (int step = 1; step < (TURN > 1 ? 32 : 8); step *= 2) all.add_lanes(step);
+      const int row = TURN > 1 ? (threadIdx.x % 32 == 0 ? 0 : X_ROWS) : row_of(i);
       if (threadIdx.x % 8 == 0 && row < X_ROWS) of_rows[row] = all;
     }
   }
 };
 
 // The block's units of a product, some in each pass. Made before x is there: what does not depend on it is found and
-// loaded. MOST_PIECES: of a row in a stage.
-template <typename T, int X_ROWS, typename Math, int MOST_PIECES>
+// loaded. MOST_PIECES: of a row in a stage; X_PIECES: of x, that there is room for.
+template <typename T, int X_ROWS, typename Math, int MOST_PIECES, int X_PIECES>
 struct Share {
   static_assert(MOST_PIECES == 1 || (MOST_PIECES == MOST_UNITS && Math::UNITS == MOST_UNITS), "in a stage");
   static constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS;
@@ -328,9 +349,9 @@ struct Share {
   int first = p.first_unit(blockIdx.x), last = p.first_unit(blockIdx.x + 1), pass = 0;  // units
   Place place = Place(p, thread(), first, max(1, units(first)));
   Beside<T> beside = {};
-  XRing<T, X_ROWS> ring;
+  XRing<T, X_ROWS, X_PIECES, X_ROWS == 1 ? MOST_PIECES : 1> ring;
 
-  DEVICE Share(const Product& p, Shared<X_ROWS>& mem, XMemory<X_ROWS>& x, Stage& stage)
+  DEVICE Share(const Product& p, Shared<X_ROWS>& mem, XMemory<X_ROWS, X_PIECES>& x, Stage& stage)
       : p(p), mem(mem), stage(stage), ring(p, x, ceil_div(last - first, p.per_stage)) {
     if (place.any) beside = load_beside<T>(p, place.row, place.n);
   }

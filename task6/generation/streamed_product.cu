@@ -17,6 +17,8 @@
 // Bytes of shared memory: those of two launches fit on an SM, up to 8 rows.
 template <int X_ROWS>
 constexpr int ROOM = (X_ROWS <= 8 ? 113 : 227) * 1024;
+template <int X_ROWS>
+constexpr int X_PIECES = X_ROWS <= 4 ? 8 : 3;
 
 struct Launch : Product {
   int stages, bytes;  // of shared memory; of one
@@ -24,7 +26,7 @@ struct Launch : Product {
 
 template <int X_ROWS>
 struct Memory {
-  alignas(128) XMemory<X_ROWS> x;
+  alignas(128) XMemory<X_ROWS, X_PIECES<X_ROWS>> x;
   alignas(1024) Shared<X_ROWS> ring;
 };
 
@@ -39,7 +41,7 @@ __global__ void __launch_bounds__(THREADS, X_ROWS <= 8 ? 2 : 1) product_kernel(c
     load_weights<T>(p, mem.ring, stage);  // of this launch: the one before may still run
   } else {
     wait_for_the_launch_before();
-    Share<T, X_ROWS, Math, 1>(p, mem.ring, mem.x, stage).compute([](int, int, float) {});
+    Share<T, X_ROWS, Math, 1, X_PIECES<X_ROWS>>(p, mem.ring, mem.x, stage).compute([](int, int, float) {});
   }
 }
 

@@ -1,6 +1,6 @@
 """What was measured, as people read it: RESULTS.md between its markers, and the terminal's tables."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from common.marked import replace, write_atomically
 from common.memory import gib
@@ -34,7 +34,8 @@ def rendered(record: Record) -> str:
         parts["times"] = _joined(side_by_side(found, times.read_gb_per_s) for found in times.found)
         parts["times"] += [line for found in times.found for line in left_out(found)]
         picture = [f"![The parts of a step]({PICTURE})", ""] * (FOLDER / PICTURE).exists()
-        parts["steps"] = picture + _joined(step_parts(f, times.read_gb_per_s) for f in times.found)
+        grids = [make(f, times.read_gb_per_s) for f in times.found for make in (step_parts, phases)]
+        parts["steps"] = picture + _joined(grids)
     if record.shared:
         parts["shared"] = []
         for _, times in sorted(record.shared.items()):
@@ -109,9 +110,23 @@ def step_parts(found: Found, read_gb_per_s: float) -> Grid:
     """The parts of a step, the longest first."""
     total = sum(part.us for part in found.parts)
     title = f"{found.case}: a step of {total:,.0f} us in the profiler, {_us(found)} without it"
+    return _parts(title, found.parts, read_gb_per_s)
+
+
+def phases(found: Found, read_gb_per_s: float) -> Grid:
+    """The parts of a step in one launch, the longest first."""
+    total = sum(part.us for part in found.one_launch)
+    title = (
+        f"{found.case}: a step in one launch of {total:,.0f} us, by the clock of one of its blocks"
+    )
+    return _parts(title, found.one_launch, read_gb_per_s)
+
+
+def _parts(title: str, parts: Sequence[Part], read_gb_per_s: float) -> Grid:
+    total = sum(part.us for part in parts)
     columns = ["", "kernel", "calls", "us each", "us", "of the step", "MB", "of a pure read"]
     grid = Grid(title, columns)
-    for part in found.parts:
+    for part in parts:
         floor = part.floor(read_gb_per_s)
         grid.rows.append([
             part.name, part.kernel if part.kernel != part.name else "",

@@ -11,7 +11,7 @@ import torch
 from common.memory import NotEnoughMemory
 from common.paths import ROOT
 from common.record.grid import Grid
-from common.tests.devices import DEVICE, HOPPER
+from common.tests.devices import DEVICE, HOPPER, of_gpus_hopper
 from task6.generation import (
     CONFIGS,
     Config,
@@ -181,6 +181,23 @@ def test_the_bytes_of_the_parts_are_those_of_a_step():
     assert moved["product"] + moved["attention"] + norms == step_bytes(decoder, 9)
 
 
+@of_gpus_hopper
+def test_the_parts_of_a_step_in_one_launch():
+    config = Config(2, 64, 2, 1, 64, 64, 50)
+    weights = Weights.random(config, device=torch.device(DEVICE), dtype=torch.float32)
+    decoder = Decoder(weights, 1, 3 + parts.STEPS, persistent=True)
+    found = parts.phases(decoder, torch.randint(50, (1, 2), device=DEVICE), 100.0)
+    assert {part.name for part in found} == {
+        "embedding",
+        "attention",
+        *parts.PRODUCTS,
+        parts.LOGITS,
+    }
+    assert sum(part.us for part in found) == pytest.approx(100) and found[-1].us > 0
+    moved = parts.part_bytes(decoder, 2 + 1 + parts.STEPS / 2)
+    assert all(part.bytes == moved[part.name] for part in found)
+
+
 # Bars, the record, its text and its picture -----------------------------------------------------------------
 
 
@@ -204,6 +221,7 @@ def made_up(case, first, between, world=1):
     found.same = {peers.READABLE: 99}
     found.left_out = {peers.LLAMA: "out of memory"}
     found.parts = [Part("o", "tensor_core_kernel", 24, 900.0, 3e9), Part(GAPS, "", 0, 30.0), Part("x", "x", 1, 0.1)]  # fmt: skip
+    found.one_launch = [Part("o", "", 24, 800.0, 3e9), Part("embedding", "", 1, 5.0)]
     return found
 
 
@@ -294,7 +312,8 @@ def test_results_are_filled_in_between_the_markers_only(folder):
     assert f"- {COURSE}: {peers.LLAMA}: out of memory" in text
     assert "allocated 9.6 GiB (1.030 x), reserved 9.9 GiB (1.060 x)" in text
     assert "| o | tensor_core_kernel | 24 | 37.50 | 900.0 | 96.8% | 3,000 | 83% |" in text
-    assert table.STALE not in text
+    assert "| o |  | 24 | 33.33 | 800.0 | 99.4% | 3,000 | 94% |" in text
+    assert "a step in one launch of 805 us" in text and table.STALE not in text
     full.bars.run["sources"]["sha256"] = "0"
     assert table.STALE in table.rendered(full)
 
@@ -318,6 +337,9 @@ def test_the_picture(folder):
     assert [part.name for part in plot._drawn(full.found[0].parts)] == ["o", GAPS, "1 others"]
     for found in full.found:
         found.parts = []
+    assert plot.draw(full)
+    for found in full.found:
+        found.one_launch = []
     assert plot.draw(full) is None
 
 

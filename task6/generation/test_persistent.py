@@ -65,6 +65,18 @@ def test_float32_tokens_are_the_decoders():
     assert torch.equal(many.generate(prompt, tokens), one.generate(prompt, tokens))
 
 
+@of_gpus_hopper
+def test_the_clocks_of_a_step():
+    weights = tiny_weights()
+    decoder, plain = (Decoder(weights, 1, 9, persistent=p) for p in (True, False))
+    prompt = torch.tensor([[3, 1, 4]], device=DEVICE)
+    assert torch.equal(decoder.prefill(prompt), plain.prefill(prompt))
+    clocks = decoder.one_launch.clocks()
+    assert clocks.shape == (5 + 3,) and clocks.dtype == torch.int64
+    assert bool((clocks.diff() > 0).all()) and clocks[0] > 0
+    assert torch.equal(decoder.tokens, plain.step()) and torch.equal(decoder.lengths, plain.lengths)
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
 @pytest.mark.parametrize("order, blocks", [("forward", 1), ("forward", 11), ("random", 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
