@@ -66,6 +66,33 @@ def test_float32_tokens_are_the_decoders():
 
 
 @of_gpus_hopper
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize(
+    "hidden, inner, dtype, batch",
+    [
+        (3584, 3848, torch.float32, 1),
+        (6408, 160, torch.bfloat16, 1),
+        (3080, 200, torch.float32, 2),
+    ],
+)
+def test_rows_of_x_that_do_not_fit(monkeypatch, hidden, inner, dtype, batch, blocks):
+    """In shared memory: they come again for each pass over the weights."""
+    monkeypatch.setattr(call, "ON_CPU", blocks)
+    config = Config(1, hidden, 2, 1, 64, inner, 300)
+    weights = Weights.random(config, device=torch.device(DEVICE), dtype=dtype)
+    for norm in (weights.layers[0].attention_norm, weights.layers[0].mlp_norm):
+        norm.uniform_(0.5, 1.5)
+    many, one = (Decoder(weights, batch, 9, persistent=p) for p in (False, True))
+    prompt = torch.randint(300, (batch, 5), device=DEVICE)
+    assert torch.equal(many.prefill(prompt), one.prefill(prompt))
+    many.step()
+    one.logits.fill_(math.nan)
+    one.step()
+    unit = torch.finfo(dtype).eps * many.logits.abs().max()
+    assert (one.logits - many.logits).abs().max() <= (64 if dtype == torch.float32 else 8) * unit
+
+
+@of_gpus_hopper
 def test_the_clocks_of_a_step():
     weights = tiny_weights()
     decoder, plain = (Decoder(weights, 1, 9, persistent=p) for p in (True, False))
