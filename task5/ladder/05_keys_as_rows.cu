@@ -38,7 +38,9 @@ decode_kernel(const __grid_constant__ Arguments c) {
     for (int i = 0; i < c.buffers; ++i) mbarrier_init(&mem.full[i], 1), mbarrier_init(&mem.empty[i], WARPS);
     mbarrier_init(&mem.received, 1);
     mbarrier_init_fence();
-    mbarrier_arrive_expect(&mem.received, received_bytes<D, N>(c, Item(c, blockIdx.x, N)));
+    const Item item(c, blockIdx.x, N);
+    mbarrier_arrive_expect(&mem.received, received_bytes(min(N, c.a.rows - item.row_0), D, c.block_bits,
+                                                         item.share & ((1 << c.block_bits) - 1)));
   }
   __syncwarp();
   start_in_cluster();

@@ -17,27 +17,29 @@ MAX_QUERIES = 16
 MAX_KEYS = 1 << 24
 MAX_BATCH = 65535
 MAX_TILES = (1 << 31) - 1
-# The shares of a batch-invariant call are those of a sequence alone, of so many keys.
-INVARIANT_KEYS = 4096
 ON_CPU = 6  # blocks where there is no GPU: enough to share a pair
 LONG = 32  # tiles of a block that make up for a second block on its SM
-# Tiles of a block alone on its SM: with more, equal shares of two blocks an SM are faster.
-LONGEST = 64
 _KERNELS = {
     1: Kernels(__file__, "01_shared_work.cu"),
     2: Kernels(__file__, "02_dependent_launch.cu"),
     3: Kernels(__file__, "03_clusters.cu"),
     4: Kernels(__file__, "04_deeper.cu"),
     5: Kernels(__file__, "05_keys_as_rows.cu"),
+    6: Kernels(__file__, "06_eight_warps.cu"),
 }
 RUNGS = tuple(_KERNELS)
-CLUSTERS = (3, 4, 5)  # of the rungs
+CLUSTERS = (3, 4, 5, 6)  # of the rungs
 KEYS_AS_ROWS = 5  # for 16 bits
+EIGHT_WARPS = 6  # for head_dim up to 128
 MOST_BLOCKS = 16  # of a cluster
+WARPS = (
+    4  # of a block; of a batch-invariant call each warp of a sequence alone has a leaf of the tree
+)
 MOST_CLUSTERS = 8  # of a pair
 MANY_KEYS = 512  # of a block, so that more clusters pay
-LONG_CACHE = 2048  # keys from which rung 5 is faster for few kv heads
-ROWS = 16  # of q that read a kv head in rungs 1 to 4
+SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see _fastest()
+LONG_BOX = 64  # keys of a page: of fewer, rung 5's copies are too small
+ROWS = 16  # of q that read a kv head at once, without another rung's being faster
 
 
 def decode_attention(
@@ -71,7 +73,8 @@ def decode_attention(
             its keys are not seen.
         window: how many keys a token sees at most, itself included; None: no limit.
         batch_invariant: a sequence's result has the same bits alone, in any batch and order, contiguous or paged.
-        rung: 1, or of GPUs on Hopper 2 to 5, 5 for 16 bits alone; the fastest for these shapes if None.
+        rung: 1, or of GPUs on Hopper 2 to 6, 5 for 16 bits alone, 6 for head_dim up to 128; the fastest for these
+            shapes if None.
 
     Returns:
         ``(batch, q_len, heads, head_dim)``, contiguous, q's dtype. A query that sees no key gives 0.
@@ -94,6 +97,8 @@ def decode_attention(
     if kv_len == 0 or not k.numel():
         return out.zero_()
     call = _Call(q.device, dtype_code(q.dtype), head_dim, heads // kv_heads * q_len)
+    page_size = None if block_table is None else k.shape[1]
+    rung = rung or _fastest(call, batch * kv_heads, kv_len, batch_invariant, page_size)
     plan = _plan(call, batch, kv_heads, kv_len, batch_invariant, rung)
     partial, counters = None, None
     if plan.floats:
@@ -193,6 +198,8 @@ def _check_rung(q: Tensor, rung: int | None) -> None:
         )
     if rung == KEYS_AS_ROWS and q.dtype == torch.float32:
         raise ValueError(f"rung {rung} computes in 16 bits; got {describe(q)}")
+    if rung == EIGHT_WARPS and q.shape[3] > 128:
+        raise ValueError(f"rung {rung} is for head_dim up to 128; got {q.shape[3]}")
 
 
 class _Call(NamedTuple):
@@ -217,40 +224,63 @@ class _Plan(NamedTuple):
     counters: int = 0
 
 
+def _fastest(
+    call: _Call, heads: int, kv_len: int, batch_invariant: bool, page_size: int | None
+) -> int:
+    """The rung that is the fastest for ``heads`` kv heads of all sequences, as NOTES.md has measured it.
+
+    Batch-invariant, a sequence has the same bits from rungs 3, 4 and 6, and others from 5: which of the two it is, is
+    told from what is the same in any batch, and whatever room there is.
+    """
+    sms = sms_of(call.device)
+    if not is_hopper(call.device):
+        return 1
+    if call.dtype == dtype_code(torch.float32):
+        one_an_sm = (
+            8 * heads <= sms and kv_len >= 4 * LONG_CACHE
+        )  # blocks, each with too much to do
+        return 1 if call.head_dim == 256 or (one_an_sm and not batch_invariant) else 4
+    if call.head_dim == 256:  # of its clusters' blocks no two fit on an SM
+        few = 4 * heads <= sms and kv_len < LONG_CACHE
+        return KEYS_AS_ROWS if few or batch_invariant or call.rows > ROWS else 1
+    if call.rows > ROWS:
+        return EIGHT_WARPS if batch_invariant and call.rows <= 2 * ROWS else KEYS_AS_ROWS
+    if heads > sms:
+        return 3
+    if 4 * heads > sms:
+        return EIGHT_WARPS if 2 * heads <= sms and kv_len >= LONG_CACHE else 4
+    if 8 * heads > sms:
+        return EIGHT_WARPS if kv_len >= SHORT_CACHE else 4
+    if kv_len * call.head_dim >= 4 * LONG_CACHE * 128:
+        return EIGHT_WARPS
+    if kv_len < 2 * SHORT_CACHE or call.head_dim == 64:
+        return 4
+    if batch_invariant or (page_size or LONG_BOX) < LONG_BOX:
+        return EIGHT_WARPS if kv_len >= 4 * SHORT_CACHE else 4
+    return KEYS_AS_ROWS
+
+
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    call: _Call, batch: int, kv_heads: int, kv_len: int, batch_invariant: bool, rung: int | None
+    call: _Call, batch: int, kv_heads: int, kv_len: int, batch_invariant: bool, rung: int
 ) -> _Plan:
-    """The rung, and how many blocks share the work: from shapes alone, never from lengths."""
-    hopper, halves = is_hopper(call.device), call.dtype != dtype_code(torch.float32)
-    if rung is None and hopper and halves:
-        # A sequence has the same bits from one rung alone.
-        few = batch_invariant or _few_pairs(call, batch * kv_heads, kv_len)
-        rung = KEYS_AS_ROWS if few else None
+    """How many blocks share the work: from shapes alone, never from lengths."""
     if rung == KEYS_AS_ROWS:
-        pairs = batch * _pairs(call, KEYS_AS_ROWS, kv_heads)
-        of_a_cluster = _of_a_cluster(call, KEYS_AS_ROWS, kv_heads, batch, kv_len)
+        pairs = batch * _pairs(call, rung, kv_heads)
+        of_a_cluster = _of_a_cluster(call, rung, kv_heads, batch, kv_len)
         clusters = _clusters_of_a_pair(call, pairs * of_a_cluster, kv_len // of_a_cluster)
         blocks = pairs * of_a_cluster * clusters
         chunks = MOST_BLOCKS if batch_invariant else 0
         if clusters == 1:
-            return _Plan(KEYS_AS_ROWS, blocks, chunks)
-        floats = pairs * clusters * call.query(KEYS_AS_ROWS, "floats_of_a_part")
-        return _Plan(
-            KEYS_AS_ROWS, blocks, chunks, pairs * clusters, floats, counters=pairs * of_a_cluster
-        )
-    # By itself a call of head_dim 256 takes equal shares: of its clusters' blocks, no two fit on an SM.
-    if rung in CLUSTERS or (rung is None and hopper and call.head_dim < 256):
-        # A sequence's result may not depend on the batch, nor on how much room there is.
-        fixed = (1, INVARIANT_KEYS) if batch_invariant else (batch, kv_len)
-        number = rung or (3 if batch_invariant else 4)
-        of_a_cluster = _of_a_cluster(call, number, kv_heads, *fixed)
-        blocks = of_a_cluster * batch * _pairs(call, number, kv_heads)
-        alone = blocks <= sms_of(call.device)
-        tiles = -(-kv_len // call.query(number, "keys_of_a_tile")) // of_a_cluster
-        if rung or batch_invariant or not (alone and tiles > LONGEST):
-            return _Plan(number, blocks)
-    rung = rung or (2 if is_hopper(call.device) else 1)
+            return _Plan(rung, blocks, chunks)
+        floats = pairs * clusters * call.query(rung, "floats_of_a_part")
+        return _Plan(rung, blocks, chunks, pairs * clusters, floats, counters=pairs * of_a_cluster)
+    if rung in CLUSTERS:
+        leaves = _leaves(call, rung, kv_heads) if batch_invariant else 0
+        warps = 2 * WARPS if rung == EIGHT_WARPS else WARPS
+        most = max(1, leaves // warps) if batch_invariant else MOST_BLOCKS
+        of_a_cluster = _of_a_cluster(call, rung, kv_heads, batch, kv_len, most)
+        return _Plan(rung, of_a_cluster * batch * _pairs(call, rung, kv_heads), chunks=leaves)
     tall = call.query(rung, "rows_of_a_pair")
     pairs, room = _pairs(call, rung, kv_heads), _blocks(call, rung)
     tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
@@ -262,24 +292,20 @@ def _plan(
     )
 
 
-def _few_pairs(call: _Call, heads: int, kv_len: int) -> bool:
-    """Whether rung 5 is the fastest: so few kv heads that blocks share their keys, or many rows of q for each."""
-    sms = sms_of(call.device)
-    if call.rows > ROWS:
-        return True
-    if 4 * heads > sms:
-        return False
-    if call.head_dim > 128:
-        return kv_len < 4 * LONG_CACHE
-    return kv_len >= (LONG_CACHE if 8 * heads <= sms else 4 * LONG_CACHE)
-
-
 def _pairs(call: _Call, rung: int, kv_heads: int) -> int:
     """Of a kv head and rows that share one read of its keys, for one sequence."""
     return kv_heads * -(-call.rows // call.query(rung, "rows_of_a_pair"))
 
 
-def _of_a_cluster(call: _Call, rung: int, kv_heads: int, batch: int, kv_len: int) -> int:
+def _leaves(call: _Call, rung: int, kv_heads: int) -> int:
+    """How many warps share a pair of a long sequence by itself, in a block on each SM: a power of two."""
+    blocks = sms_of(call.device) // _pairs(call, rung, kv_heads)
+    return WARPS * min(MOST_BLOCKS, 1 << max(1, blocks).bit_length() - 1)
+
+
+def _of_a_cluster(
+    call: _Call, rung: int, kv_heads: int, batch: int, kv_len: int, most: int = MOST_BLOCKS
+) -> int:
     """How many blocks share a pair: a power of two.
 
     All are there at once, one on each SM, or two where each has much to do; and each has two tiles at least. Rung 5
@@ -296,7 +322,7 @@ def _of_a_cluster(call: _Call, rung: int, kv_heads: int, batch: int, kv_len: int
         return 2 * sms if tiles >= LONG * blocks else sms
 
     while (
-        2 * blocks <= min(MOST_BLOCKS, tiles // 2)
+        2 * blocks <= min(most, tiles // 2)
         and pairs * 2 * blocks <= room(2 * blocks)
         and pairs <= call.query(rung, "clusters_at_once", blocks=2 * blocks, tiles=min(tiles, LONG))
     ):

@@ -63,7 +63,8 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1) chunk_kernel(c
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // shuffled: the compiler sees it as warp-uniform
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&c.q_map, &c.k_map, &c.v_map}) tma_prefetch(map);
-    may_be_anything(s.Q, sizeof(s.Q));  // where a tile has room for a few more rows than heads divide
+    const int held = c.tokens * c.group;  // rows; a tile has room for a few more than heads divide
+    for (int part = 0; part < D / 64; ++part) may_be_anything(s.Q + (part * B_r + held) * 64, (B_r - held) * 128);
     mbarrier_init(&s.q_full, 1);
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], 4 * CONSUMERS);  // the consumers' warps

@@ -1,15 +1,25 @@
 // A pair's blocks are a cluster: they are on SMs near each other, and send their parts to each other's shared memory.
 // Hopper and later.
+//
+// The keys of a pair are cut into the leaves of a tree. Each warp has one, or several that are neighbours, and merges
+// its own as it goes; then a block merges its warps', and the cluster its blocks'. A batch-invariant call has as many
+// leaves as a sequence alone has warps: the tree is the same however many warps share it.
 #pragma once
 #include <cuda_runtime.h>
 
+#include "../../task4/ladder/hopper.cuh"
 #include "cluster_memory.cuh"
 #include "pipeline.cuh"
 
 constexpr int MOST_BLOCKS = 16;  // of a cluster
+constexpr int WARP_BITS = WARPS == 4 ? 2 : 3;
+static_assert(1 << WARP_BITS == WARPS);
 
 struct Cluster {
   static constexpr bool SEVERAL_SEGMENTS = false;
+  static constexpr int TILE_WARPS = 1;  // a tile is of one warp
+  static constexpr int LEVELS = 4;      // of the tree, within a warp
+  static DEVICE int first_key(int) { return 0; }
 
   // Of the quads (four columns of a row) each block merges every so manieth, of which it gets all blocks' parts.
   template <int ROWS_, int D_>
@@ -17,56 +27,90 @@ struct Cluster {
     static constexpr int ROWS = ROWS_, D = D_;
     float4 O[ROWS * D / 4];  // [block][quads of this block]
     float2 ml[MOST_BLOCKS][ROWS];
+    uint64_t received;  // counts what is sent here
   };
-  int rank, bits;  // 1 << bits blocks
-  int begin, end;  // this block's tiles of the pair
+  int rank, bits;            // 1 << bits blocks
+  int first, last, leaf_bits;  // this warp's leaves [first, last) of 1 << leaf_bits
+  Lengths of_sequence;
   int2 known, now;  // the sequence's lengths, before and after the launch ahead of this one is complete
 
-  DEVICE void find(const Decode& a, Walk& w) {
+  template <typename Buffer>
+  DEVICE void start(const Decode& a, Buffer& buffer) {
     rank = blockIdx.x, bits = 31 - __clz(gridDim.x);
+    if (threadIdx.x == 0) {
+      mbarrier_init(&buffer.received, 1);
+      mbarrier_init_fence();
+      const int rows = min(Buffer::ROWS, a.rows - a.row_tiles.remainder(blockIdx.y) * Buffer::ROWS);
+      mbarrier_arrive_expect(&buffer.received, received_bytes(rows, Buffer::D, bits, rank));
+    }
+    __syncwarp();
+    start_in_cluster();
+  }
+  DEVICE void find(const Decode& a, Walk& w) {
     w.b = blockIdx.z;
     w.at(a, blockIdx.y);
-    known = lengths(a, w.b);
+    of_sequence = Lengths(a, w.b);
+    known = of_sequence.read(a);
     w.s = sequence(a, known);
-    w.tile = begin = w.s.tiles * rank >> bits;
-    w.end = end = w.s.tiles * (rank + 1) >> bits;
+    const int warps = bits + WARP_BITS, warp = (rank << WARP_BITS) + threadIdx.x / 32;
+    leaf_bits = a.chunks ? bits_of_leaves(31 - __clz(a.chunks), 31 - __clz(w.s.tiles)) : warps;
+    first = first_leaf(warp, warps), last = first_leaf(warp + 1, warps);
+    w.tile = w.s.tiles * first >> leaf_bits;
+    w.end = w.s.tiles * last >> leaf_bits;
   }
-  DEVICE bool any() const { return begin < end; }
+  DEVICE int leaves() const { return last - first; }
+  DEVICE int end_of_leaf(const Walk& w, int i) const { return w.s.tiles * (first + i + 1) >> leaf_bits; }
+  DEVICE bool any(const Walk& w) const { return w.tile < w.end; }
   DEVICE bool takes_part() const { return true; }
-  DEVICE void read_again(const Decode& a, const Walk& w) { now = lengths(a, w.b); }
-  DEVICE bool holds(const Decode&, const Walk&) const { return now.x == known.x && now.y == known.y; }
-  DEVICE void start() const { arrive_in_cluster(); }
+  DEVICE void find_here() { compute_here(of_sequence.k), compute_here(of_sequence.leftpad); }
+  DEVICE void read_again(const Decode& a) { now = of_sequence.read(a); }
+  DEVICE static bool can_be_found_early(const Decode&) { return true; }
+  DEVICE bool holds() const { return now.x == known.x && now.y == known.y; }
   DEVICE void meet() const { wait_for_cluster(); }  // all blocks of the cluster have started
+  DEVICE bool alone() const { return bits == 0; }
 
   template <int ROWS, int D>
   DEVICE void put(Buffer<ROWS, D>& buffer, int row, int e, const Part& p) const {
     const int quad = (row * D + e) / 4, to = quad & ((1 << bits) - 1);
-    store_to(to, &buffer.O[(rank * (ROWS * D / 4) + quad) >> bits], p.O);
-    if (e >> (bits + 2) == 0) store_to(to, &buffer.ml[rank][row], make_float2(p.m, p.l));
+    send_to(to, &buffer.O[(rank * (ROWS * D / 4) + quad) >> bits], p.O, &buffer.received);
+    if (e >> (bits + 2) == 0) send_to(to, &buffer.ml[rank][row], make_float2(p.m, p.l), &buffer.received);
   }
 
   template <typename T, int ROWS, int D>
   DEVICE void merge_blocks(const Decode& a, const Walk& w, Buffer<ROWS, D>& buffer) const {
     const int row_0 = w.row_0 * ROWS, quads = min(ROWS, a.rows - row_0) * D / 4;
-    arrive_in_cluster();
-    wait_for_cluster();  // all parts are here
+    mbarrier_wait(&buffer.received, 0);
     for (int quad = rank + (threadIdx.x << bits); quad < quads; quad += THREADS << bits) {
       const int row = quad * 4 / D, e = quad * 4 % D;
-      const Part p = merge_parts(0, 1 << bits, [&](int n) -> Part {
+      const Part p = merge_tree_of(bits, [&](int n) -> Part {
+        if (n >> bits) return {};
         return {buffer.ml[n][row].x, buffer.ml[n][row].y, buffer.O[(n * (ROWS * D / 4) + quad) >> bits]};
       });
       write_out<T>(a, w, row_0 + row, e, p);
     }
   }
 
+  // Of a warp.
+  static int64_t most_tiles(const Decode& a, int blocks) {
+    const int tiles = ceil_div(a.kv_len, 1 << a.tile_bits), warps = blocks / (a.batch * pairs_of(a)) * WARPS;
+    return max(ceil_div(tiles, warps), a.chunks ? 4 : 1);  // of fewer leaves than warps each has four tiles at most
+  }
   static cudaError_t launch(void (*kernel)(Decode), const Decode& a, int blocks, int bytes, cudaStream_t stream) {
-    const int pairs = a.kv_heads * a.row_tiles.d, of_a_cluster = blocks / (a.batch * pairs);
+    const int pairs = pairs_of(a), of_a_cluster = blocks / (a.batch * pairs);
     if (of_a_cluster > 8) {
       cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
       if (error) return error;
     }
     return launch_kernel(kernel, dim3(of_a_cluster, pairs, a.batch), THREADS, bytes, stream, a, of_a_cluster);
   }
+
+ private:
+  static int pairs_of(const Decode& a) { return a.kv_heads * a.row_tiles.d; }
+  // Of a tree with at most 1 << most leaves: of two tiles each, or of four where there are many.
+  static DEVICE int bits_of_leaves(int most, int tile_bits) {
+    return max(0, min(most, max(min(tile_bits - 1, 5), tile_bits - 2)));
+  }
+  DEVICE int first_leaf(int warp, int warps) const { return ((warp << leaf_bits) + (1 << warps) - 1) >> warps; }
 };
 
 // How many clusters the GPU holds at once; 0 if that cannot be said.

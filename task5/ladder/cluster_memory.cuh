@@ -8,6 +8,13 @@
 #define DEVICE __device__ __forceinline__
 #endif
 
+// Where each of 1 << bits blocks sends the others m and l of all rows, and of the quads (four columns of a row) the
+// first to block 0, the second to block 1, and so on: the bytes that block `rank` gets.
+DEVICE int received_bytes(int rows, int columns, int bits, int rank) {
+  const int quads = (rows * (columns / 4) - rank + (1 << bits) - 1) >> bits;
+  return (quads * int(sizeof(float4)) + rows * int(sizeof(float2))) << bits;
+}
+
 #ifdef __CUDACC__
 
 // The threads of a cluster meet: no thread passes wait_for_cluster() before all have passed arrive_in_cluster(); what

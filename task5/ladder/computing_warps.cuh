@@ -21,14 +21,6 @@ DEVICE void shuffle_sum(float2 (&x)[COUNT]) {
   }
 }
 
-template <typename T>
-DEVICE uint32_t pack(float low, float high) {
-  const union {
-    T pair[2];
-    uint32_t bits;
-  } u = {{from_float<T>(low), from_float<T>(high)}};
-  return u.bits;
-}
 template <typename T, int D, int N>
 struct Consumer {
   using Memory = Shared<D, N>;

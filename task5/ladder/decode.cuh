@@ -63,11 +63,17 @@ struct Sequence {
   int first, tiles;  // tiles [first, first + tiles) have them; one that sees nothing if there are none
 };
 
-// What the device holds of its lengths. __ldcg: past L1, as the launch before this one may have written them after this
-// one has read them already.
-DEVICE int2 lengths(const Decode& a, int b) {
-  return make_int2(a.seqlens_k ? __ldcg(&a.seqlens_k[b]) : a.kv_len, a.leftpad_k ? __ldcg(&a.leftpad_k[b]) : 0);
-}
+// Where the device holds a sequence's lengths, and what it holds. __ldcg: past L1, as the launch before this one may
+// have written them after this one has read them already.
+struct Lengths {
+  const int *k, *leftpad;
+
+  DEVICE Lengths() {}
+  DEVICE Lengths(const Decode& a, int b)
+      : k(a.seqlens_k ? a.seqlens_k + b : nullptr), leftpad(a.leftpad_k ? a.leftpad_k + b : nullptr) {}
+  DEVICE int2 read(const Decode& a) const { return make_int2(k ? __ldcg(k) : a.kv_len, leftpad ? __ldcg(leftpad) : 0); }
+};
+DEVICE int2 lengths(const Decode& a, int b) { return Lengths(a, b).read(a); }
 
 DEVICE Sequence sequence(const Decode& a, int2 lengths) {
   Sequence s;
@@ -78,48 +84,6 @@ DEVICE Sequence sequence(const Decode& a, int2 lengths) {
   s.tiles = max(1, ((s.len + (1 << a.tile_bits) - 1) >> a.tile_bits) - s.first);
   return s;
 }
-
-// The numbers of a sequence's pages, 64 at a time in a warp's registers: a tile does not wait for them, as the next 32
-// are on their way for as long as these take.
-struct Pages {
-  int b = -1, first;  // of which sequence, and from which of its pages on
-  int now, next;      // this lane's: page first + lane, and 32 further on
-
-  DEVICE void forget() { b = -1; }
-  // The same pages' numbers as they are now; and whether these are the same.
-  DEVICE Pages read_again(const Decode& a, int len) const {
-    Pages then = *this;
-    if (b >= 0) then.now = look_up(a, len, 0), then.next = look_up(a, len, 32);
-    return then;
-  }
-  DEVICE bool hold(const Pages& then) const { return __all_sync(~0u, b < 0 || (then.now == now && then.next == next)); }
-  // All lanes: that page and the 31 behind it are asked for. In a sequence the numbers grow.
-  DEVICE void reach(const Decode& a, int sequence, int len, int number) {
-    const unsigned ahead = number - first;
-    if (b == sequence && ahead < 32) return;
-    if (b == sequence && ahead < 64) {
-      first += 32, now = next;
-    } else {
-      b = sequence, first = number, now = look_up(a, len, 0);
-    }
-    next = look_up(a, len, 32);
-  }
-  DEVICE int operator()(int number) const {  // all lanes, each its own, of those that were reached
-    const int i = number - first;
-    int page = __shfl_sync(~0u, now, i & 31);
-    if (__any_sync(~0u, i >= 32)) {
-      const int other = __shfl_sync(~0u, next, i & 31);
-      if (i >= 32) page = other;
-    }
-    return page;
-  }
-
- private:
-  DEVICE int look_up(const Decode& a, int len, int further) const {
-    const int number = first + further + threadIdx.x % 32;
-    return number * int(a.page_size.d) < len ? __ldcg(&a.block_table[b * a.table_stride + number]) : -1;
-  }
-};
 
 // Where a warp is in its block's share of the tiles: in a segment, some tiles of one pair.
 struct Walk {
@@ -216,14 +180,40 @@ DEVICE Part merge_parts(int begin, int end, Get get) {
   return p;
 }
 
+// Merges N parts, a power of two, as the leaves of a tree: get(first) is its leftmost one.
+template <int N, typename Get>
+DEVICE Part merge_tree(Get get, int first = 0) {
+  Part p[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) p[i] = get(first + i);
+#pragma unroll
+  for (int step = 1; step < N; step *= 2) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2 * step) merge(p[i], {p[i + step]});
+  }
+  return p[0];
+}
+// The same of 1 << bits parts, at most 16. What is behind them is nothing.
+template <typename Get>
+DEVICE Part merge_tree_of(int bits, Get get) {
+  if (bits <= 1) return merge_tree<2>(get);
+  Part p = merge_tree<8>(get);
+  if (bits == 4) merge(p, {merge_tree<8>(get, 8)});
+  return p;
+}
+
+// Two 16-bit values in one register.
+template <typename T>
+DEVICE uint32_t pack(float low, float high) {
+  const union {
+    T pair[2];
+    uint32_t bits;
+  } u = {{from_float<T>(low), from_float<T>(high)}};
+  return u.bits;
+}
 template <typename T>
 DEVICE void store4(T* to, float4 x, float factor) {
-  const union {
-    T values[4];
-    uint2 bits;
-  } u = {{from_float<T>(x.x * factor), from_float<T>(x.y * factor), from_float<T>(x.z * factor),
-          from_float<T>(x.w * factor)}};
-  *reinterpret_cast<uint2*>(to) = u.bits;
+  *reinterpret_cast<uint2*>(to) = make_uint2(pack<T>(x.x * factor, x.y * factor), pack<T>(x.z * factor, x.w * factor));
 }
 DEVICE void store4(float* to, float4 x, float factor) {
   *reinterpret_cast<float4*>(to) = make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
@@ -255,7 +245,6 @@ inline cudaError_t prefer_shared_memory() {
 
 #ifndef DEPENDENT_LAUNCH
 constexpr bool DEPENDENT = false;
-constexpr bool AHEAD = false;
 DEVICE void wait_for_the_launch_before() {}
 DEVICE void begin_the_next_launch() {}
 DEVICE void prefetch_L2(const void*) {}

@@ -15,8 +15,6 @@ inline void begin_the_next_launch() {}
 inline void prefetch_L2(const void*) {}
 #endif
 
-constexpr bool AHEAD = true;
-
 // Of each `blocks_of_a_cluster` neighbours in x a cluster.
 template <typename Arguments>
 inline cudaError_t launch_kernel(void (*kernel)(Arguments), dim3 grid, int threads, int bytes, cudaStream_t stream,

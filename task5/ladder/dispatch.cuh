@@ -36,6 +36,8 @@ static int with_head_dim(int dtype, int rows, Use use) {
 template <typename Use>
 static int with_math(int dtype, int head_dim, int rows, Use use) {
   if (head_dim == 64) return with_head_dim<64>(dtype, rows, use);
-  if (head_dim == 128) return with_head_dim<128>(dtype, rows, use);
-  return with_head_dim<256>(dtype, rows, use);
+  if constexpr (WARPS == 4) {  // of eight, two tiles of head_dim 256 do not fit in an SM's memory
+    if (head_dim == 256) return with_head_dim<256>(dtype, rows, use);
+  }
+  return with_head_dim<128>(dtype, rows, use);
 }

@@ -7,6 +7,8 @@
 
 struct EqualShares {
   static constexpr bool SEVERAL_SEGMENTS = true;  // a block's share may be of several pairs
+  static constexpr int TILE_WARPS = WARPS;        // a tile is of so many warps, of which each has its own keys
+  static DEVICE int first_key(int keys) { return threadIdx.x / 32 * keys; }
   template <int ROWS_, int D_>
   struct Buffer {
     static constexpr int ROWS = ROWS_, D = D_;
@@ -52,21 +54,15 @@ struct EqualShares {
     w.left = end - begin;
     w.segment(begin - w.first_unit);
   }
-  DEVICE bool any() const { return begin < end; }
-  DEVICE bool takes_part() const { return any(); }
-  // Whether the lengths are still those of which it was made.
-  DEVICE bool holds(const Decode& a, const Walk& w) const {
-    if (!a.seqlens_k && !a.leftpad_k) return true;
-    if (!__all_sync(~0u, now.x == known.x && now.y == known.y)) return false;
-    if (a.batch <= 32) return true;
-    EqualShares then;
-    Walk at;
-    then.find(a, at);
-    return then.total == total && at.b == w.b && at.first_unit == w.first_unit && at.s.len == w.s.len &&
-           at.s.begin == w.s.begin;
-  }
-  DEVICE void start() const {}
-  DEVICE void read_again(const Decode& a, const Walk&) { now = lengths_of_lane(a); }
+  DEVICE bool any(const Walk&) const { return takes_part(); }
+  DEVICE bool takes_part() const { return begin < end; }
+  // Whether the lengths are still those of which it was made. Of more sequences a lane would have to keep several.
+  DEVICE static bool can_be_found_early(const Decode& a) { return a.batch <= 32; }
+  DEVICE bool holds() const { return __all_sync(~0u, now.x == known.x && now.y == known.y); }
+  template <typename Buffer>
+  DEVICE void start(const Decode&, Buffer&) {}
+  DEVICE void find_here() const {}
+  DEVICE void read_again(const Decode& a) { now = lengths_of_lane(a); }
 
   // A part, written by the block that has it and read by the one that merges.
   template <int ROWS, int D>
@@ -134,6 +130,12 @@ struct EqualShares {
     write_out<T>(a, w, row_0 + row, e, p);
   }
 
+  // Of a block.
+  static int64_t most_tiles(const Decode& a, int blocks) {
+    const int tiles = ceil_div(a.kv_len, 1 << a.tile_bits), of_a_unit = a.chunks ? ceil_div(tiles, a.chunks) : 1;
+    const int64_t units = int64_t(a.chunks ? a.chunks : tiles) * a.batch * a.kv_heads * a.row_tiles.d;
+    return (units + blocks - 1) / blocks * of_a_unit;
+  }
   static cudaError_t launch(void (*kernel)(Decode), const Decode& a, int blocks, int bytes, cudaStream_t stream) {
     return launch_kernel(kernel, dim3(blocks), THREADS, bytes, stream, a);
   }

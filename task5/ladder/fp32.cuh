@@ -4,8 +4,37 @@
 
 #include "pipeline.cuh"
 
+// What a lane knows of some keys: of each row m, l, and QUADS times four columns.
+template <int ROWS, int QUADS>
+struct RowsOfQuads {
+  float m_i[ROWS], l_i[ROWS];
+  float4 O_i[ROWS][QUADS];
+
+  DEVICE void start() {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      m_i[r] = -INFINITY, l_i[r] = 0.0f;
+#pragma unroll
+      for (float4& O : O_i[r]) O = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  }
+  // Becomes what merge() of decode.cuh makes of the keys before, and these.
+  DEVICE void merge_into(const RowsOfQuads& before) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int i = 0; i < QUADS; ++i) {
+        Part p = {before.m_i[r], before.l_i[r], before.O_i[r][i]};
+        merge(p, {Part{m_i[r], l_i[r], O_i[r][i]}});
+        O_i[r][i] = p.O;
+        if (i == QUADS - 1) m_i[r] = p.m, l_i[r] = p.l;
+      }
+    }
+  }
+};
+
 template <int HEAD_DIM, int ROWS_>
-struct Fp32 {
+struct Fp32 : RowsOfQuads<ROWS_, HEAD_DIM <= 128 ? 1 : HEAD_DIM / 128> {
   using T = float;
   static constexpr int D = HEAD_DIM, ROWS = ROWS_;
   static constexpr int LANES = D / 32, KEYS = 32 / LANES;    // so many lanes share a key, 32 of its columns each
@@ -14,21 +43,14 @@ struct Fp32 {
   // A tile's values are summed by themselves, where there are registers for it: a sum of a thousand terms one after the
   // other would round a thousand times.
   static constexpr bool BY_TILES = ROWS * QUADS <= 8;
-  float S[ROWS], m_i[ROWS], l_i[ROWS];  // S: of key lane / LANES
-  float rescale[ROWS];                  // what the parts so far take, where it is not applied yet
-  float4 O_i[ROWS][QUADS];
+  static constexpr bool STATES_FIT = ROWS * QUADS <= 4;  // some more of them in registers
+  using State = RowsOfQuads<ROWS, QUADS>;
+  using State::O_i, State::m_i, State::l_i;
+  float S[ROWS];        // of key lane / LANES
+  float rescale[ROWS];  // what the parts so far take, where it is not applied yet
 
   static DEVICE int offset(int row, int piece) { return row * D + 4 * (piece ^ row * LANES % 8); }
   static DEVICE int lane() { return threadIdx.x % 32; }
-
-  DEVICE void start() {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-      m_i[r] = -INFINITY, l_i[r] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < QUADS; ++i) O_i[r][i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-  }
 
   DEVICE void load_queries(const float*) {}
 
@@ -117,18 +139,31 @@ struct Fp32 {
     }
   }
 
+  static DEVICE bool has_some_of(int) { return true; }
+  // Behind the last of some keys.
+  DEVICE void complete() {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int step = LANES; step < 32; step *= 2) l_i[r] += __shfl_xor_sync(~0u, l_i[r], step);
+#pragma unroll
+      for (int step = 32 / SIDES; step < 32; step *= 2) {
+#pragma unroll
+        for (float4& x : O_i[r]) {
+          x.x += __shfl_xor_sync(~0u, x.x, step), x.y += __shfl_xor_sync(~0u, x.y, step);
+          x.z += __shfl_xor_sync(~0u, x.z, step), x.w += __shfl_xor_sync(~0u, x.w, step);
+        }
+      }
+    }
+  }
+
   // Columns [e_0, e_0 + width) of the first `rows` rows.
   DEVICE void put(float* O, int e_0, int width, int rows) const {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
       for (int i = 0; i < QUADS; ++i) {
-        float4 x = O_i[r][i];
-#pragma unroll
-        for (int step = 32 / SIDES; step < 32; step *= 2) {
-          x.x += __shfl_xor_sync(~0u, x.x, step), x.y += __shfl_xor_sync(~0u, x.y, step);
-          x.z += __shfl_xor_sync(~0u, x.z, step), x.w += __shfl_xor_sync(~0u, x.w, step);
-        }
+        const float4 x = O_i[r][i];
         const int e = 4 * (32 * i + lane() % (32 / SIDES));
         if (r < rows && e >= e_0 && e < e_0 + width && lane() < 32 / SIDES)
           *reinterpret_cast<float4*>(&O[r * width + e - e_0]) = x;
@@ -138,10 +173,7 @@ struct Fp32 {
   DEVICE void put_ml(float* m, float* l, int rows) const {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      float sum = l_i[r];
-#pragma unroll
-      for (int step = LANES; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-      if (r < rows && lane() == 0) m[r] = m_i[r], l[r] = sum;
+      if (r < rows && lane() == 0) m[r] = m_i[r], l[r] = l_i[r];
     }
   }
 };

@@ -5,12 +5,14 @@
 template <int D, int N>
 struct Producer {
   using Memory = Shared<D, N>;
-  static constexpr int PARTS = D / 64, AHEAD = 3;
+  static constexpr int PARTS = D / 64, AHEAD = 3, HELD = 32 * 16 / Memory::KEYS;
   const Arguments& c;
   Memory& mem;
   Item item;
   int boxes, key, part;  // of a tile; this lane's: its first key and its 64 columns
   int index = 0, parity = 0;  // of the ring
+  // Each lane has the number of a page: of tiles `held` and on, and of the HELD tiles behind them.
+  int held = 0, now = 0, next = 0;
 
   DEVICE Producer(const Arguments& c, Memory& mem) : c(c), mem(mem), item(c, blockIdx.x, N) {
     const int lane = threadIdx.x % 32;
@@ -22,14 +24,21 @@ struct Producer {
   // Where this lane's keys of a tile are. A page outside of the tensor is loaded as zeros.
   struct Place {
     int row, page;
-    DEVICE bool operator==(const Place& other) const { return row == other.row && page == other.page; }
   };
-  DEVICE Place place(const Sequence& s, int tile) const {
+  DEVICE Place place(const Sequence& s, int tile) {
     const int j = (s.first + tile) * Memory::KEYS + key;
     if (!c.a.block_table) return {j, item.b};
-    if (j >= s.len) return {0, -1};
-    const int number = c.a.page_size.quotient(j);
-    return {j - number * int(c.a.page_size.d), __ldcg(&c.a.block_table[item.b * c.a.table_stride + number])};
+    if (tile - held == HELD) held = tile, now = next, next = number(s, held + HELD);
+    const int page = __shfl_sync(~0u, now, (tile - held) * (Memory::KEYS / 16) + key / 16);
+    return {c.a.page_size.remainder(j), page};
+  }
+  // The number of the page of the 16 keys number threadIdx.x % 32 from a tile on.
+  DEVICE int number(const Sequence& s, int tile) const {
+    const int j = (s.first + tile) * Memory::KEYS + threadIdx.x % 32 * 16;
+    return j < s.len ? __ldcg(&c.a.block_table[item.b * c.a.table_stride + c.a.page_size.quotient(j)]) : -1;
+  }
+  DEVICE void find_pages(const Sequence& s, int tile) {
+    if (c.a.block_table) held = tile, now = number(s, held), next = number(s, held + HELD);
   }
 
   DEVICE void prefetch(const Place& at) const {
@@ -39,15 +48,15 @@ struct Producer {
   }
   DEVICE void load(const CUtensorMap& map, const Place& at) {
     mbarrier_wait(&mem.empty[index], parity ^ 1);
-    const unsigned missing = __ballot_sync(~0u, c.a.block_table && unsigned(at.page) >= unsigned(c.a.pages));
+    const unsigned missing = __ballot_sync(~0u, loads() && unsigned(at.page) >= unsigned(c.a.pages));
     if (threadIdx.x % 32 == 0) {
       mem.missing[index] = missing;
       mbarrier_arrive_expect(&mem.full[index], Memory::TILE);
     }
     __syncwarp();
     if (loads())
-      tma_load_box(mem.KV + index * Memory::TILE + (part * Memory::KEYS + key) * 128, &map, &mem.full[index], at.row,
-                   part, item.kv_head, at.page);
+      load_box_once(mem.KV + index * Memory::TILE + (part * Memory::KEYS + key) * 128, &map, &mem.full[index], at.row,
+                    part, item.kv_head, at.page);
     if (++index == c.buffers) index = 0, parity ^= 1;
   }
   DEVICE void load_tile(const Place& at) { load(c.k_map, at), load(c.v_map, at); }
@@ -58,12 +67,7 @@ struct Producer {
     end = first_tile(s, bits, first_part(c, bits, item.share + 1));
   }
   DEVICE void load_tiles(const Sequence& s, int tile, int end) {
-    Place next = tile < end ? place(s, tile) : Place{};
-    while (tile < end) {
-      const Place at = next;
-      if (++tile < end) next = place(s, tile);  // arrives while the tile before it is loaded
-      load_tile(at);
-    }
+    for (; tile < end; ++tile) load_tile(place(s, tile));
   }
 
   // Loads the tiles of the block's first item, then those of the others. What is found before the launch ahead of this
@@ -76,6 +80,7 @@ struct Producer {
     Sequence s = sequence(a, known);
     int tile, end;
     find_share(s, tile, end);
+    find_pages(s, tile);
     const int ahead = min(end - tile, min(c.buffers / 2, AHEAD));
     Place first[AHEAD];
 #pragma unroll
@@ -87,33 +92,32 @@ struct Producer {
       if (i < ahead) prefetch(first[i]);  // L2 is never wrong
     }
     wait_for_the_launch_before();
-    const int2 now = lengths(a, item.b);
-    bool same = true;
+    const int2 then = lengths(a, item.b);
+    const int pages_then = a.block_table ? number(s, held) : now;
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
       if (i < ahead) load_tile(first[i]);
     }
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-      if (i < ahead) same &= place(s, tile + i) == first[i];
-    }
-    same = __all_sync(~0u, same && now.x == known.x && now.y == known.y);
+    const bool same = __all_sync(~0u, pages_then == now && then.x == known.x && then.y == known.y);
     if (same) {
       tile += ahead;
+      if (a.block_table) next = number(s, held + HELD);
     } else {
-      s = sequence(a, now);
+      s = sequence(a, then);
       find_share(s, tile, end);
+      find_pages(s, tile);
     }
     if (threadIdx.x % 32 == 0) mem.sequence = s, mem.skipped = same ? 0 : 2 * ahead;
     barrier_sync(ALL, THREADS + 32);  // the sequence is known, and Q complete
 
     for (int n = blockIdx.x; n < c.items;) {
       n += gridDim.x;
-      const Item next(c, min(n, c.items - 1), N);
-      const int2 lengths_of_next = lengths(a, next.b);  // arrive while this item is loaded
+      const Item following(c, min(n, c.items - 1), N);
+      const int2 lengths_of_next = lengths(a, following.b);  // arrive while this item is loaded
       load_tiles(s, tile, end);
-      item = next, s = sequence(a, lengths_of_next);
+      item = following, s = sequence(a, lengths_of_next);
       find_share(s, tile, end);
+      find_pages(s, tile);
     }
     begin_the_next_launch();
   }

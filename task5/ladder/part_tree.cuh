@@ -40,14 +40,6 @@ struct State {
   }
 };
 
-// Bytes that a block of a cluster gets: all blocks' m, l of all rows, and its share of the quads, four columns of a
-// row.
-template <int D, int N>
-DEVICE int received_bytes(const Arguments& c, const Item& item) {
-  const int rows = min(N, c.a.rows - item.row_0), blocks = 1 << c.block_bits, rank = item.share & (blocks - 1);
-  return blocks * ((rows * (D / 4) - rank + blocks - 1) / blocks * int(sizeof(float4)) + rows * int(sizeof(float2)));
-}
-
 template <typename T, int D, int N>
 struct Merging {
   using Memory = Shared<D, N>;
@@ -89,14 +81,11 @@ struct Merging {
     }
     mbarrier_wait(&mem.received, 0);
     for (int quad = rank + (threadIdx.x << bits); quad < rows * QUADS; quad += THREADS << bits) {
-      const auto get = [&](int n) -> Part {
-        if (n >> bits) return {};
-        const float2 ml = mem.ml[n][quad / QUADS];
-        return {ml.x, ml.y, mem.parts[(n * (N * QUADS) + quad) >> bits]};
-      };
-      Part p = merge_eight(get, 0);
-      if (bits == 4) merge(p, {merge_eight(get, 8)});
-      put(quad, p);
+      put(quad, merge_tree_of(bits, [&](int n) -> Part {
+            if (n >> bits) return {};
+            const float2 ml = mem.ml[n][quad / QUADS];
+            return {ml.x, ml.y, mem.parts[(n * (N * QUADS) + quad) >> bits]};
+          }));
     }
     if (c.cluster_bits > 0) merge_clusters(rows, rank);
   }
@@ -161,27 +150,13 @@ struct Merging {
     barrier_sync(COMPUTE, THREADS);
     if (!mem.last) return;
     for (int quad = rank + (threadIdx.x << bits); quad < rows * (D / 4); quad += THREADS << bits) {
-      const Part p = merge_eight([&](int n) -> Part {
-        if (n >> c.cluster_bits) return {};
-        const float* from = slot(n, quad);
-        const float2 ml = __ldcg(reinterpret_cast<const float2*>(from + N * D - quad * 2));
-        return {ml.x, ml.y, __ldcg(reinterpret_cast<const float4*>(from))};
-      },
-                                 0);
-      write(quad, p);
+      write(quad, merge_tree_of(c.cluster_bits, [&](int n) -> Part {
+              if (n >> c.cluster_bits) return {};
+              const float* from = slot(n, quad);
+              const float2 ml = __ldcg(reinterpret_cast<const float2*>(from + N * D - quad * 2));
+              return {ml.x, ml.y, __ldcg(reinterpret_cast<const float4*>(from))};
+            }));
     }
-  }
-  template <typename Get>
-  DEVICE static Part merge_eight(Get get, int first) {
-    Part p[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) p[i] = get(first + i);
-#pragma unroll
-    for (int step = 1; step < 8; step *= 2) {
-#pragma unroll
-      for (int i = 0; i < 8; i += 2 * step) merge(p[i], {p[i + step]});
-    }
-    return p[0];
   }
   DEVICE T* row_of_out(int row) const {
     return static_cast<T*>(c.a.out) + offset_of(c.a, c.a.out_strides, item.b, item.kv_head, item.row_0 + row);

@@ -1,19 +1,52 @@
 // The kernel around the arithmetic: K and V on their way to shared memory while earlier ones are computed with.
 //
-// Every warp has a pipeline of its own: cp.async brings its KEYS keys of a tile and their values, a few tiles ahead.
-// The warps meet only at the end of a segment, or of a chunk, where their parts are merged. The pipeline runs on.
-// `Math` is what a warp does with keys and with values: tensor_cores.cuh, fp32.cuh. `Sharing` says which tiles are a
-// block's, and how the parts of a pair's blocks are merged: equal_shares.cuh, cluster.cuh.
+// Every warp has a pipeline of its own: cp.async brings KEYS keys and their values, which are a tile of the warp, a few
+// tiles ahead. The warps meet only at the end of a segment, or of a chunk, where their parts are merged. The pipeline
+// runs on. `Math` is what a warp does with keys and with values: tensor_cores.cuh, fp32.cuh. `Sharing` says which tiles
+// are a warp's, and how the parts of a pair's blocks are merged: equal_shares.cuh, cluster.cuh.
 #pragma once
 #include <cuda_runtime.h>
 
 #include "decode.cuh"
 #include "ptx.cuh"
 
+#ifdef __CUDACC__
+// A copy of what is read once: L2 drops it first.
+DEVICE void copy_once(void* to, const void* from, bool inside, uint64_t policy) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  cp_async<16>(to, from, inside);
+#else
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(
+                   uint32_t(__cvta_generic_to_shared(to))),
+               "l"(from), "r"(inside ? 16 : 0), "l"(policy) : "memory");
+#endif
+}
+DEVICE uint64_t policy_once() {
+  uint64_t policy = 0;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+// Has it computed here: not behind a wait.
+template <typename X>
+DEVICE void compute_here(const X*& pointer) {
+  asm volatile("" : "+l"(pointer));
+}
+DEVICE void compute_here(int& x) { asm volatile("" : "+r"(x)); }
+#else
+DEVICE void copy_once(void* to, const void* from, bool inside, uint64_t, CUDA_ON_CPU_CALLER) {
+  cp_async<16>(to, from, inside, file, line);
+}
+DEVICE uint64_t policy_once() { return 0; }
+template <typename X>
+DEVICE void compute_here(X&) {}
+#endif
+
 template <typename Math, typename Sharing>
 struct Shared {
   using T = typename Math::T;
-  static constexpr int STAGE = 2 * WARPS * Math::KEYS * Math::D * sizeof(T);  // keys of a tile and their values
+  static constexpr int STAGE = 2 * WARPS * Math::KEYS * Math::D * sizeof(T);  // a tile of each warp: keys and values
   static constexpr int STAGES = KV_BYTES / STAGE > 2 ? KV_BYTES / STAGE : 2;
   float m[WARPS][Math::ROWS], l[WARPS][Math::ROWS];  // the warps' parts
   alignas(16) typename Sharing::template Buffer<Math::ROWS, Math::D> buffer;
@@ -22,14 +55,14 @@ struct Shared {
 
   static constexpr int O_BYTES = WARPS * Math::ROWS * Math::D * sizeof(float);
   static_assert(O_BYTES <= STAGES * STAGE, "room for the warps' O_i");
-  // Of a block that has so many tiles at most.
+  // Of a block whose warps have so many tiles at most.
   static int bytes(int64_t tiles) {
     const int64_t stages = max(tiles, int64_t(O_BYTES + STAGE - 1) / STAGE);
     return sizeof(Shared) - (STAGES - min(stages, int64_t(STAGES))) * STAGE;
   }
 };
 
-// A warp's keys of the tiles of its block's share, a few tiles ahead of where they are used.
+// A warp's tiles, a few ahead of where they are used.
 template <typename Math, typename Sharing, bool PAGED>
 struct Loader {
   using T = typename Math::T;
@@ -37,97 +70,171 @@ struct Loader {
   static constexpr int LANES = PIECES < 32 ? PIECES : 32, AT_ONCE = 32 / LANES;  // rows that the warp copies at once
   static constexpr int GROUPS = (Math::KEYS + 15) / 16;  // 16 keys are never on two pages
   static constexpr int ROWS = Math::KEYS / GROUPS;
+  static constexpr int HELD = 32 / GROUPS;  // tiles whose places are in the warp's registers, where there are pages
+  static constexpr unsigned ALL = (1u << GROUPS) - 1;
+  static constexpr int NOWHERE = -PIECE;  // below 0, and aligned
   Walk walk;
-  Pages pages;
   bool loading;
-  unsigned exists;  // bits GROUPS * i and on: which groups of keys of stage i have a page
+  uint64_t policy;
+  // The next tile: this lane's piece of each group's first rows; of these the place among the keys that some row sees,
+  // and how many such keys there are.
+  const T *k[GROUPS], *v[GROUPS];
+  int place[GROUPS], seen[GROUPS];
+  unsigned next_missing;     // bit n: group n is on no page
+  unsigned missing;          // the same of the stages: bits GROUPS * i and on of stage i
+  const T *k_head, *v_head;  // this lane's piece of the kv head's first rows
+  int keys;                  // that some row sees
+  // With pages, each lane has the place of a group: of tiles `held` and on, from k_head and v_head on; NOWHERE on no
+  // page. And the number of a page, of the HELD tiles behind those.
+  int held, next;
+  int64_t k_of_lane, v_of_lane;
+  const int* page;  // where the number of this lane's first page is
+  int found, then;  // that number before and after the launch ahead of this one is complete
 
-  DEVICE int key_of(const Decode& a, int group) const {
-    return ((walk.s.first + walk.tile) << a.tile_bits) + threadIdx.x / 32 * Math::KEYS + group * ROWS;
+  // Starts with the first tile of a share, if it has one. What it finds stays in registers.
+  DEVICE void start(const Decode& a, bool any) {
+    loading = any, missing = next_missing = 0;
+    if constexpr (PAGED) {
+      page = loading ? page_of(a, held = walk.tile) : nullptr;
+      found = number(page);
+      compute_here(page);
+    }
+    begin(a, found);
+#pragma unroll
+    for (int n = 0; n < GROUPS; ++n)
+      compute_here(k[n]), compute_here(v[n]), compute_here(place[n]), compute_here(seen[n]);
   }
-  // The pages of the tile's keys. Numbers that are not known yet are on their way until load() needs them.
-  DEVICE void find_pages(const Decode& a) {
-    if constexpr (PAGED) pages.reach(a, walk.b, walk.s.len, a.page_size.quotient(key_of(a, 0)));
+  // The numbers of the first tiles' pages as they are now, and whether they are what they were.
+  DEVICE void read_again() {
+    if constexpr (PAGED) then = number(page);
+  }
+  DEVICE bool holds() const { return !PAGED || __all_sync(~0u, then == found); }
+  DEVICE void find_next_pages(const Decode& a) {
+    if constexpr (PAGED) {
+      if (loading) next = number(page_of(a, held + HELD));
+    }
   }
 
   // Starts copying the next tile, if there is one, to stage `stage`; zeros for what no row sees. Keys and values are a
   // group of copies each, in any case.
   DEVICE void load(const Decode& a, T (*stages)[2][WARPS][Math::KEYS][Math::D], int stage) {
-    constexpr unsigned ALL = (1u << GROUPS) - 1;
     const int warp = threadIdx.x / 32;
-    const T *k[GROUPS], *v[GROUPS];
-    int seen_from[GROUPS], seen_to[GROUPS];  // rows
     if (loading) {
-      exists &= ~(ALL << GROUPS * stage);
+      if (PAGED && (missing | next_missing))
+        missing = (missing & ~(ALL << GROUPS * stage)) | next_missing << GROUPS * stage;
+      const bool last = walk.tile + 1 == walk.end && !(Sharing::SEVERAL_SEGMENTS && walk.more());
+      if (last) begin_the_next_launch();
 #pragma unroll
-      for (int n = 0; n < GROUPS; ++n) {
-        const int key = key_of(a, n);
-        const bool inside = find(a, key, k[n], v[n]);
-        exists |= unsigned(inside) << (GROUPS * stage + n);
-        seen_from[n] = walk.s.begin - key, seen_to[n] = inside ? walk.s.len - key : 0;
-        copy(stages[stage][0][warp][n * ROWS], k[n], a.k_strides.row, seen_from[n], seen_to[n]);
-      }
+      for (int n = 0; n < GROUPS; ++n)
+        copy(stages[stage][0][warp][n * ROWS], k[n], a.k_strides.row, place[n], seen[n]);
     }
     cp_async_commit();
     if (loading) {
 #pragma unroll
       for (int n = 0; n < GROUPS; ++n)
-        copy(stages[stage][1][warp][n * ROWS], v[n], a.v_strides.row, seen_from[n], seen_to[n]);
-      loading = next(a);
-      loading ? find_pages(a) : begin_the_next_launch();
+        copy(stages[stage][1][warp][n * ROWS], v[n], a.v_strides.row, place[n], seen[n]);
+      move_on(a);
     }
     cp_async_commit();
   }
+  // Whether all keys on the way have a page; bit n: keys 16 n to 16 n + 15 of a stage have.
+  DEVICE bool all_exist() const { return !PAGED || !missing; }
+  DEVICE unsigned existing(int stage) const { return PAGED ? ~missing >> GROUPS * stage : ~0u; }
 
   // Has L2 fetch the next tile.
   DEVICE void prefetch(const Decode& a) const {
     constexpr int LINE = 128, LINES = Math::D * sizeof(T) / LINE;  // of a row
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < GROUPS; ++n) {
-      const T *k, *v;
-      const int key = key_of(a, n);
-      if (!find(a, key, k, v)) continue;
 #pragma unroll
-      for (int i = threadIdx.x % 32; i < ROWS * LINES; i += 32) {
-        const int row = i / LINES, byte = i % LINES * LINE;
-        if (key + row < walk.s.begin || key + row >= walk.s.len) continue;
-        prefetch_L2(reinterpret_cast<const char*>(k + row * a.k_strides.row) + byte);
-        prefetch_L2(reinterpret_cast<const char*>(v + row * a.v_strides.row) + byte);
+      for (int i = lane; i < ROWS * LINES; i += 32) {
+        const int row = i / LINES - lane / LANES, column = i % LINES * (LINE / int(sizeof(T))) - lane % LANES * PIECE;
+        if (unsigned(place[n] + row) >= unsigned(seen[n])) continue;
+        prefetch_L2(k[n] + row * a.k_strides.row + column);
+        prefetch_L2(v[n] + row * a.v_strides.row + column);
       }
     }
   }
 
  private:
-  // Where 16 keys (or fewer) and their values are; whether their page is inside of the pool.
-  DEVICE bool find(const Decode& a, int key, const T*& k, const T*& v) const {
-    int b = walk.b, row = key;
-    if constexpr (PAGED) b = key < walk.s.len ? pages(a.page_size.quotient(key)) : -1, row = a.page_size.remainder(key);
-    k = static_cast<const T*>(a.k) + b * a.k_strides.batch + walk.kv_head * a.k_strides.head + row * a.k_strides.row;
-    v = static_cast<const T*>(a.v) + b * a.v_strides.batch + walk.kv_head * a.v_strides.head + row * a.v_strides.row;
-    return !PAGED || unsigned(b) < unsigned(a.pages);
+  DEVICE int key_of(const Decode& a, int tile, int group) const {
+    return ((walk.s.first + tile) << a.tile_bits) + Sharing::first_key(Math::KEYS) + group * ROWS;
   }
-  // Where nothing is copied the address is not read.
-  static DEVICE void copy(T* to, const T* from, int64_t stride, int seen_from, int seen_to) {
-    const int lane = threadIdx.x % 32;
-    from += lane / LANES * stride + lane % LANES * PIECE;
-#pragma unroll
-    for (int i = 0; i < ROWS; i += AT_ONCE) {
-      const int row = i + lane / LANES;
-#pragma unroll
-      for (int piece = 0; piece < PIECES; piece += LANES)
-        cp_async<16>(to + Math::offset(row, piece + lane % LANES), from + i * stride + piece * PIECE,
-                     row >= seen_from && row < seen_to);
-    }
+  // Where the page's number is of group lane % GROUPS of the tile lane / GROUPS behind this one.
+  DEVICE const int* page_of(const Decode& a, int tile) const {
+    const int lane = threadIdx.x % 32, key = key_of(a, tile + lane / GROUPS, lane % GROUPS);
+    if (tile + lane / GROUPS >= walk.end || key >= walk.s.len) return nullptr;
+    return a.block_table + walk.b * a.table_stride + a.page_size.quotient(key);
   }
-  DEVICE bool next(const Decode& a) {  // whether there is one
-    if (++walk.tile < walk.end) return true;
-    if constexpr (Sharing::SEVERAL_SEGMENTS) {
-      if (walk.more()) {
-        walk.next_segment(a);
-        return true;
+  static DEVICE int number(const int* page) { return page ? __ldcg(page) : -1; }
+
+  // The first tile of a segment; with pages, of those whose numbers are given.
+  DEVICE void begin(const Decode& a, int number) {
+    const int lane = threadIdx.x % 32, row = lane / LANES, column = lane % LANES * PIECE;
+    k_head = static_cast<const T*>(a.k) + walk.kv_head * a.k_strides.head + row * a.k_strides.row + column;
+    v_head = static_cast<const T*>(a.v) + walk.kv_head * a.v_strides.head + row * a.v_strides.row + column;
+    keys = max(walk.s.len - walk.s.begin, 0);
+#pragma unroll
+    for (int n = 0; n < GROUPS; ++n) {
+      const int key = key_of(a, walk.tile, n);
+      place[n] = key + row - walk.s.begin, seen[n] = keys;
+      if constexpr (!PAGED) {
+        k[n] = k_head + walk.b * a.k_strides.batch + key * a.k_strides.row;
+        v[n] = v_head + walk.b * a.v_strides.batch + key * a.v_strides.row;
       }
     }
-    return false;
+    if constexpr (PAGED) locate(a, number), find();
+  }
+  // Where this lane's group of tiles `held` and on is.
+  DEVICE void locate(const Decode& a, int number) {
+    const int lane = threadIdx.x % 32, row = a.page_size.remainder(key_of(a, held + lane / GROUPS, lane % GROUPS));
+    const bool inside = unsigned(number) < unsigned(a.pages);
+    k_of_lane = inside ? number * a.k_strides.batch + row * a.k_strides.row : NOWHERE;
+    v_of_lane = inside ? number * a.v_strides.batch + row * a.v_strides.row : NOWHERE;
+  }
+  DEVICE void find() {
+    next_missing = 0;
+#pragma unroll
+    for (int n = 0; n < GROUPS; ++n) {
+      const int lane = (walk.tile - held) * GROUPS + n;
+      const int64_t from = __shfl_sync(~0u, k_of_lane, lane);
+      k[n] = k_head + from, v[n] = v_head + __shfl_sync(~0u, v_of_lane, lane);
+      seen[n] = from < 0 ? 0 : keys;
+      if (from < 0) next_missing |= 1u << n;
+    }
+  }
+  DEVICE void move_on(const Decode& a) {
+    if (++walk.tile < walk.end) {
+      const int step = 1 << a.tile_bits;
+#pragma unroll
+      for (int n = 0; n < GROUPS; ++n) {
+        place[n] += step;
+        if constexpr (!PAGED) k[n] += step * a.k_strides.row, v[n] += step * a.v_strides.row;
+      }
+      if constexpr (PAGED) {
+        if (walk.tile - held == HELD) held = walk.tile, locate(a, next), find_next_pages(a);
+        find();
+      }
+    } else if (Sharing::SEVERAL_SEGMENTS && walk.more()) {
+      walk.next_segment(a);
+      held = walk.tile;
+      begin(a, PAGED ? number(page_of(a, held)) : 0);
+      find_next_pages(a);
+    } else {
+      loading = false;
+    }
+  }
+  // Where nothing is copied the address is not read.
+  DEVICE void copy(T* to, const T* from, int64_t stride, int place, int seen) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += AT_ONCE) {
+#pragma unroll
+      for (int piece = 0; piece < PIECES; piece += LANES)
+        copy_once(to + Math::offset(i + lane / LANES, piece + lane % LANES), from + i * stride + piece * PIECE,
+                  unsigned(place + i) < unsigned(seen), policy);
+    }
   }
 };
 
@@ -147,6 +254,10 @@ struct Queries {
       const T* q = static_cast<const T*>(a.q) + offset_of(a, a.q_strides, w.b, w.kv_head, row);
       from[n] = i < ALL && row < a.rows ? q + i % PIECES * PIECE : nullptr;
     }
+  }
+  DEVICE void find_here() {
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) compute_here(from[n]);
   }
   DEVICE void load() {
 #pragma unroll
@@ -182,58 +293,58 @@ DEVICE void merge_warps(const Memory& mem, const float* O, int stride, int rows,
 #pragma unroll 1
   for (int i = threadIdx.x; i < rows * quads; i += THREADS) {
     const int row = i / quads, e = 4 * (i - row * quads);
-    Part p, parts[WARPS];
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp)
-      parts[warp] = {mem.m[warp][row], mem.l[warp][row],
-                     *reinterpret_cast<const float4*>(&O[warp * stride + row * width + e])};
-    merge(p, parts);
-    use(row, e_0 + e, p);
+    use(row, e_0 + e, merge_tree<WARPS>([&](int warp) -> Part {
+          return {mem.m[warp][row], mem.l[warp][row],
+                  *reinterpret_cast<const float4*>(&O[warp * stride + row * width + e])};
+        }));
   }
 }
 
-// Three of a cluster's blocks are on an SM where that is said; ptxas would go on to a fourth, which spills.
+// Two of a cluster's blocks are on an SM where that is said; ptxas would go on to more of them, which spill.
 template <typename Math, typename Sharing>
-constexpr int FEWEST_ON_AN_SM = !Sharing::SEVERAL_SEGMENTS && Math::D == 64 && sizeof(typename Math::T) == 2 ? 3 : 0;
+constexpr int FEWEST_ON_AN_SM =
+    !Sharing::SEVERAL_SEGMENTS && WARPS == 4 && Math::D == 64 && sizeof(typename Math::T) == 2 ? 2 : 0;
 
 template <typename Math, typename Sharing, bool PAGED>
 __global__ void __launch_bounds__(THREADS, (FEWEST_ON_AN_SM<Math, Sharing>)) decode_kernel(Decode a) {
   using T = typename Math::T;
   using Memory = Shared<Math, Sharing>;
   constexpr int D = Math::D, ROWS = Math::ROWS, KEYS = Math::KEYS, STAGES = Memory::STAGES;
-  constexpr int GROUPS = Loader<Math, Sharing, PAGED>::GROUPS;
+  using Load = Loader<Math, Sharing, PAGED>;
   extern __shared__ __align__(128) uint4 shared[];
   Memory& mem = *reinterpret_cast<Memory*>(shared);
   const int warp = threadIdx.x / 32;
 
-  Loader<Math, Sharing, PAGED> loader;
+  Load loader;
+  loader.policy = policy_once();
   Queries<Math> queries;
   Sharing share;
-  share.start();
+  share.start(a, mem.buffer);
   Walk walk;
-  // What is found before the launch ahead of this one is complete may have changed then: once more, in that case.
-  for (bool again = !DEPENDENT;; again = true) {
+  // What is found before the launch ahead of this one is complete may have changed then: once more, in that case. Of
+  // what has to follow it, only loads and copies do.
+  const bool early = DEPENDENT && Sharing::can_be_found_early(a);
+  if (DEPENDENT && !early) wait_for_the_launch_before();
+  for (bool again = !early;; again = true) {
     share.find(a, loader.walk);
     queries.find(a, loader.walk);
+    walk = loader.walk;
+    loader.start(a, share.any(loader.walk));
+    queries.find_here(), share.find_here();
     if (again) {
       cp_async_wait<0>();
     } else {
-      if (AHEAD && share.any()) {  // what was read may be old, but L2 is never wrong
-        loader.find_pages(a);
-        loader.prefetch(a);
-      }
+      if (loader.loading) loader.prefetch(a);  // what was read may be old, but L2 is never wrong
       wait_for_the_launch_before();
     }
+    share.read_again(a);
+    loader.read_again();
     queries.load();
-    share.read_again(a, loader.walk);
-    if (again || !AHEAD || !share.any()) loader.pages.forget();
-    const Pages found = loader.pages, then = PAGED ? found.read_again(a, loader.walk.s.len) : found;
-    loader.find_pages(a);
-    walk = loader.walk;
-    loader.loading = share.any(), loader.exists = 0;
+    __syncwarp();  // the copies, and the page translations that they may wait for, come behind these loads
 #pragma unroll 1
     for (int stage = 0; stage < STAGES - 1; ++stage) loader.load(a, mem.KV, stage);
-    if (again || (share.holds(a, walk) && found.hold(then))) break;
+    loader.find_next_pages(a);
+    if (again || (share.holds() && loader.holds())) break;
   }
   if (!share.takes_part()) return;
   queries.store(mem.Q[0]);
@@ -243,20 +354,16 @@ __global__ void __launch_bounds__(THREADS, (FEWEST_ON_AN_SM<Math, Sharing>)) dec
   math.load_queries(mem.Q[0]);
   const float scale = a.scale * LOG2_E;
   int stage = 0;
-#pragma unroll 1
-  while (true) {  // segments, and chunks of them
-    int end = walk.end;
-    if constexpr (Sharing::SEVERAL_SEGMENTS) {
-      if (a.chunks) end = min((walk.tile / walk.chunk + 1) * walk.chunk, end);
-    }
+  // Tiles up to `end`, as one part.
+  auto add_tiles = [&](int end) {
     math.start();
 #pragma unroll 1
     for (; walk.tile < end; ++walk.tile) {
       cp_async_wait<2 * STAGES - 3>();
       __syncwarp();  // K_j complete, and the stage that is loaded now has been read
-      const int key_0 = ((walk.s.first + walk.tile) << a.tile_bits) + warp * KEYS;
-      const unsigned all = (1u << GROUPS) - 1, exists = loader.exists >> GROUPS * stage & all;
-      const bool all_seen = exists == all && key_0 + KEYS <= walk.s.len - a.q_len + 1 &&
+      const int key_0 = ((walk.s.first + walk.tile) << a.tile_bits) + Sharing::first_key(KEYS);
+      const unsigned exists = loader.existing(stage);
+      const bool all_seen = loader.all_exist() && key_0 + KEYS <= walk.s.len - a.q_len + 1 &&
                             key_0 >= walk.s.begin + (a.window ? a.q_len - 1 : 0);
       math.scores(mem.Q[0], mem.KV[stage][0][warp][0]);
       loader.load(a, mem.KV, stage == 0 ? STAGES - 1 : stage - 1);  // while the products are computed
@@ -268,21 +375,47 @@ __global__ void __launch_bounds__(THREADS, (FEWEST_ON_AN_SM<Math, Sharing>)) dec
       math.add_values(mem.KV[stage][1][warp][0]);
       stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
-
+    math.complete();
+  };
+  float* O = reinterpret_cast<float*>(mem.KV);
+  if constexpr (!Sharing::SEVERAL_SEGMENTS) {
+    // The warp's leaves of the pair's tree.
     const int row_0 = walk.row_0 * ROWS, rows = min(ROWS, a.rows - row_0);
-    float* O = reinterpret_cast<float*>(mem.KV);
-    if constexpr (!Sharing::SEVERAL_SEGMENTS) {
-      __syncthreads();  // the stages have been read: now they are the warps' O_i
-      math.put(O + warp * ROWS * D, 0, D, rows);
-      math.put_ml(mem.m[warp], mem.l[warp], rows);
-      share.meet();
-      __syncthreads();  // the warps' parts complete
-      merge_warps(mem, O, ROWS * D, rows, 0, D, [&](int row, int e, const Part& p) {
-        share.put(mem.buffer, row, e, p);
-      });
-      share.template merge_blocks<T>(a, walk, mem.buffer);
-      return;
-    } else {
+    const int leaves = share.leaves();  // 0, or a power of two
+    // Subtrees whose right neighbour is not complete yet, of 1 << i leaves: small ones, which are many, in registers.
+    constexpr int FIT = Math::STATES_FIT ? 2 : 0;
+    typename Math::State waiting[Sharing::LEVELS], of_one, of_two;
+    if (leaves == 0) math.start();
+#pragma unroll 1
+    for (int i = 0; i < leaves; ++i) {
+      add_tiles(share.end_of_leaf(walk, i));
+      if (leaves == 1) break;
+      if constexpr (FIT > 0) {
+        if ((i & 1) == 0) of_one = math;
+        if ((i & 1) == 1) math.merge_into(of_one);
+        if ((i & 3) == 1) of_two = math;
+        if ((i & 3) == 3) math.merge_into(of_two);
+      }
+      int level = FIT;
+      if (((i + 1) & ((1 << FIT) - 1)) != 0 || leaves <= 1 << FIT || !Math::has_some_of(rows)) continue;
+#pragma unroll 1
+      for (; i >> level & 1; ++level) math.merge_into(waiting[level]);
+      if (i < leaves - 1) waiting[level] = math;
+    }
+    __syncthreads();  // the stages have been read: now they are the warps' O_i
+    math.put(O + warp * ROWS * D, 0, D, rows);
+    math.put_ml(mem.m[warp], mem.l[warp], rows);
+    share.meet();
+    __syncthreads();  // the warps' parts complete
+    merge_warps(mem, O, ROWS * D, rows, 0, D, [&](int row, int e, const Part& p) {
+      share.alone() ? write_out<T>(a, walk, row_0 + row, e, p) : share.put(mem.buffer, row, e, p);
+    });
+    if (!share.alone()) share.template merge_blocks<T>(a, walk, mem.buffer);
+  } else {
+#pragma unroll 1
+    while (true) {  // segments, and chunks of them
+      add_tiles(a.chunks ? min((walk.tile / walk.chunk + 1) * walk.chunk, walk.end) : walk.end);
+      const int row_0 = walk.row_0 * ROWS, rows = min(ROWS, a.rows - row_0);
       const bool segment_ends = walk.tile == walk.end, more = walk.more(), last = segment_ends && !more;
       const bool done = segment_ends && walk.pair_units == (a.chunks ? 1 : walk.units);
       Walk next = walk;
@@ -292,7 +425,7 @@ __global__ void __launch_bounds__(THREADS, (FEWEST_ON_AN_SM<Math, Sharing>)) dec
         queries.load();  // arrives while the parts are merged
       }
       // At the end of the share the stages are free, and have room for all columns.
-      if (!last) O = mem.buffer.O[0];
+      O = last ? reinterpret_cast<float*>(mem.KV) : mem.buffer.O[0];
       const int stride = last ? ROWS * D : mem.buffer.FLOATS, columns = last ? D : min(D, stride / rows / 8 * 8);
       if (last) __syncthreads();  // the stages have been read
       for (int e_0 = 0; e_0 < D; e_0 += columns) {
@@ -318,14 +451,11 @@ __global__ void __launch_bounds__(THREADS, (FEWEST_ON_AN_SM<Math, Sharing>)) dec
 template <typename Math, typename Sharing, bool PAGED>
 static cudaError_t launch(Decode a, int blocks, cudaStream_t stream) {
   constexpr auto kernel = decode_kernel<Math, Sharing, PAGED>;
-  constexpr int B_c = WARPS * Math::KEYS;
-  while (1 << a.tile_bits < B_c) ++a.tile_bits;
+  while (1 << a.tile_bits < Sharing::TILE_WARPS * Math::KEYS) ++a.tile_bits;
   a.row_tiles = Divisor(ceil_div(a.rows, Math::ROWS));
   if (cudaError_t error = allow_shared_memory<kernel, sizeof(Shared<Math, Sharing>)>()) return error;
   if (cudaError_t error = prefer_shared_memory<kernel>()) return error;
-  const int tiles = ceil_div(a.kv_len, B_c), of_a_unit = a.chunks ? ceil_div(tiles, a.chunks) : 1;
-  const int64_t units = int64_t(a.chunks ? a.chunks : tiles) * a.batch * a.kv_heads * a.row_tiles.d;
-  const int bytes = Shared<Math, Sharing>::bytes((units + blocks - 1) / blocks * of_a_unit);
+  const int bytes = Shared<Math, Sharing>::bytes(Sharing::most_tiles(a, blocks));
   return Sharing::launch(kernel, a, blocks, bytes, stream);
 }
 template <typename Math, typename Sharing>

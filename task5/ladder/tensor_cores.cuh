@@ -4,22 +4,10 @@
 
 #include "pipeline.cuh"
 
-// ROWS is 8, 16 or 32. The products are of 16 rows: of 8, the other half is zero, and takes no register.
-template <typename Element, int HEAD_DIM, int ROWS_>
-struct TensorCores {
-  using T = Element;
-  static constexpr int D = HEAD_DIM, ROWS = ROWS_;
-  static constexpr int M = (ROWS + 15) / 16, H = ROWS < 16 ? 1 : 2;          // products, halves (8 rows) of each
-  static constexpr int N = D == 64 && M == 1 ? 2 : 1, KEYS = 16 * N;  // of a tile, by one warp
-  // What a lane has of a product: of row lane / 4 of each half, two columns.
-  float S[M][N][2][2 * H], O_i[M][D / 8][2 * H], m_i[M][H], l_i[M][H];
-  uint32_t P[M][N][2][H];
-  static constexpr bool KEEPS_Q = M * H * D <= 256 && D <= 128;  // in registers, up to 32
-  uint32_t Q[KEEPS_Q ? D / 16 : 1][M][2][H];
-
-  // Where a row's 16 bytes (8 elements) number `piece` are in shared memory.
-  static DEVICE int offset(int row, int piece) { return row * D + 8 * (piece ^ row % 8); }
-  static DEVICE int lane() { return threadIdx.x % 32; }
+// What a lane knows of some keys: of row lane / 4 of each half (8 rows) of M products, two columns of each eight.
+template <int M, int H, int D>
+struct RowsOfProducts {
+  float O_i[M][D / 8][2 * H], m_i[M][H], l_i[M][H];
 
   DEVICE void start() {
 #pragma unroll
@@ -32,6 +20,44 @@ struct TensorCores {
         for (int i = 0; i < 2 * H; ++i) O_i[r][e][i] = 0.0f;
     }
   }
+  // Becomes what merge() of decode.cuh makes of the keys before, and these.
+  DEVICE void merge_into(const RowsOfProducts& before) {
+#pragma unroll
+    for (int r = 0; r < M; ++r) {
+#pragma unroll
+      for (int h = 0; h < H; ++h) {
+        const float m = fmaxf(before.m_i[r][h], m_i[r][h]), shift = m == -INFINITY ? 0.0f : m;
+        const float rescale = fast_exp2(before.m_i[r][h] - shift), factor = fast_exp2(m_i[r][h] - shift);
+        m_i[r][h] = m, l_i[r][h] = fmaf(factor, l_i[r][h], before.l_i[r][h] * rescale);
+#pragma unroll
+        for (int e = 0; e < D / 8; ++e)
+#pragma unroll
+          for (int i = 2 * h; i < 2 * h + 2; ++i)
+            O_i[r][e][i] = fmaf(factor, O_i[r][e][i], before.O_i[r][e][i] * rescale);
+      }
+    }
+  }
+};
+
+// ROWS is 8, 16 or 32. The products are of 16 rows: of 8, the other half is zero, and takes no register.
+template <typename Element, int HEAD_DIM, int ROWS_>
+struct TensorCores : RowsOfProducts<(ROWS_ + 15) / 16, (ROWS_ < 16 ? 1 : 2), HEAD_DIM> {
+  using T = Element;
+  static constexpr int D = HEAD_DIM, ROWS = ROWS_;
+  static constexpr int M = (ROWS + 15) / 16, H = ROWS < 16 ? 1 : 2;          // products, halves (8 rows) of each
+  static constexpr bool STATES_FIT = D <= 128 && ROWS == 8;                  // some more of them in registers
+  using State = RowsOfProducts<M, H, D>;
+  using State::O_i, State::m_i, State::l_i;
+  static constexpr int N = D == 64 && M == 1 ? 2 : 1, KEYS = 16 * N;  // of a tile, by one warp
+  // What a lane has of a product: of row lane / 4 of each half, two columns.
+  float S[M][N][2][2 * H];
+  uint32_t P[M][N][2][H];
+  static constexpr bool KEEPS_Q = M * H * D <= 256 && D <= 128;  // in registers, up to 32
+  uint32_t Q[KEEPS_Q ? D / 16 : 1][M][2][H];
+
+  // Where a row's 16 bytes (8 elements) number `piece` are in shared memory.
+  static DEVICE int offset(int row, int piece) { return row * D + 8 * (piece ^ row % 8); }
+  static DEVICE int lane() { return threadIdx.x % 32; }
 
   DEVICE void load_queries(const T* Q_i) {
     if constexpr (KEEPS_Q) {
@@ -124,7 +150,7 @@ struct TensorCores {
           float (&s)[2 * H] = S[r][n / 2][n % 2];
           s[2 * h] = fast_exp2(s[2 * h] - shift), s[2 * h + 1] = fast_exp2(s[2 * h + 1] - shift);
           l_i[r][h] += s[2 * h] + s[2 * h + 1];
-          P[r][n / 2][n % 2][h] = pack(s[2 * h], s[2 * h + 1]);
+          P[r][n / 2][n % 2][h] = pack<T>(s[2 * h], s[2 * h + 1]);
         }
       }
     }
@@ -141,6 +167,17 @@ struct TensorCores {
 #pragma unroll
         for (int r = 0; r < M; ++r) mma(O_i[r][2 * e], O_i[r][2 * e + 1], P[r][n], V);
       }
+    }
+  }
+
+  // Whether this lane has one of the first `rows` rows.
+  static DEVICE bool has_some_of(int rows) { return lane() / 4 < rows; }
+  // Behind the last of some keys.
+  DEVICE void complete() {
+#pragma unroll
+    for (int r = 0; r < M; ++r) {
+#pragma unroll
+      for (float& l : l_i[r]) l += __shfl_xor_sync(~0u, l, 1), l += __shfl_xor_sync(~0u, l, 2);
     }
   }
 
@@ -167,21 +204,12 @@ struct TensorCores {
 #pragma unroll
       for (int h = 0; h < H; ++h) {
         const int row = 16 * r + 8 * h + lane() / 4;
-        float sum = l_i[r][h];
-        sum += __shfl_xor_sync(~0u, sum, 1), sum += __shfl_xor_sync(~0u, sum, 2);
-        if (row < rows && lane() % 4 == 0) m[row] = m_i[r][h], l[row] = sum;
+        if (row < rows && lane() % 4 == 0) m[row] = m_i[r][h], l[row] = l_i[r][h];
       }
     }
   }
 
  private:
-  static DEVICE uint32_t pack(float low, float high) {
-    const union {
-      T pair[2];
-      uint32_t bits;
-    } u = {{from_float<T>(low), from_float<T>(high)}};
-    return u.bits;
-  }
   // Of rows 16 r and on, columns 16 e to 16 e + 15.
   static DEVICE void load_rows(uint32_t (&rows)[2][H], const T* Q_i, int r, int e) {
     const T* from = Q_i + 16 * r * D;

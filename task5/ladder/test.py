@@ -11,19 +11,20 @@ from common.check import assert_close
 from common.check.rng import new_seed
 from common.tests.devices import DEVICE, of_gpus_hopper
 from task5.ladder import call, decode_attention
-from task5.ladder.call import KEYS_AS_ROWS, ON_CPU
+from task5.ladder.call import EIGHT_WARPS, KEYS_AS_ROWS, ON_CPU
 
-RUNGS = [1, *(pytest.param(n, marks=of_gpus_hopper) for n in (2, 3, 4, 5)), None]
+RUNGS = [1, *(pytest.param(n, marks=of_gpus_hopper) for n in (2, 3, 4, 5, 6)), None]
 HALVES = (torch.float16, torch.bfloat16)
 LENGTHS = (1, 63, 64, 65, 200, 333, 700) if DEVICE == "cpu" else (1, 64, 65, 333, 700, 2500, 5000)
 CASES = 40 if DEVICE == "cpu" else 200
 PAGE_SIZES = (16, 32, 48, 64, 256)
+HEAD_DIMS = (64, 128, 128, 256)
 
 
 class Case:
     """Random shapes, lengths and options. Keys and values that no token sees are NaN."""
 
-    def __init__(self, seed, dtypes=(torch.float32, *HALVES)):
+    def __init__(self, seed, dtypes=(torch.float32, *HALVES), head_dims=HEAD_DIMS):
         self.rng = r = random.Random(seed)
         torch.manual_seed(seed)
         self.batch, self.kv_heads = r.choice((1, 2, 3)), r.choice((1, 2, 3))
@@ -31,7 +32,7 @@ class Case:
             self.kv_heads * r.choice((1, 2, 4, 5, 8, 16)),
             r.choice((1, 1, 1, 2, 5, 16)),
         )
-        self.head_dim, self.room = r.choice((64, 128, 128, 256)), max(self.q_len, r.choice(LENGTHS))
+        self.head_dim, self.room = r.choice(head_dims), max(self.q_len, r.choice(LENGTHS))
         dtype = r.choice(dtypes)
         self.window = r.choice((None, None, 1, 17, 100))
         self.lengths = [r.randint(0, self.room) for _ in range(self.batch)]
@@ -97,7 +98,9 @@ class Case:
 
 
 def case_for(rung, seed):
-    return Case(seed, HALVES) if rung == KEYS_AS_ROWS else Case(seed)
+    if rung == KEYS_AS_ROWS:
+        return Case(seed, HALVES)
+    return Case(seed, head_dims=(64, 128) if rung == EIGHT_WARPS else HEAD_DIMS)
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -145,14 +148,52 @@ def test_a_sequence_has_the_same_bits_in_any_batch(rung):
             assert torch.equal(again, whole[some]), f"Case({seed}), {some}, {paged=}"
 
 
-def test_pages_outside_of_the_pool_are_not_seen():
-    q, k, v = torch.randn(1, 1, 2, 64), *torch.randn(2, 3, 16, 2, 64)
+@of_gpus_hopper
+def test_rungs_that_share_a_tree_have_the_same_bits():
+    """Four warps a block or eight: of a batch-invariant call the leaves are the same."""
+    for _ in range(CASES // 4):
+        seed = new_seed()
+        case = case_for(EIGHT_WARPS, seed)
+        one, *others = (case.run(rung=rung, batch_invariant=True) for rung in (3, 4, EIGHT_WARPS))
+        assert all(torch.equal(other, one) for other in others), f"Case({seed})"
+
+
+def test_room_makes_no_difference_to_the_bits():
+    """A sequence in a long cache takes another rung than in a short one, and has the same bits."""
+    torch.manual_seed(new_seed())
+    q = torch.randn(2, 1, 8, 128, device=DEVICE).half()
+    k, v = (torch.randn(2, 40_000, 2, 128, device=DEVICE).half() for _ in "kv")
+    lengths = torch.tensor([900, 333], dtype=torch.int32, device=DEVICE)
+    in_all, *others = (
+        decode_attention(q, k[:, :room], v[:, :room], seqlens_k=lengths, batch_invariant=True)
+        for room in (40_000, 9000, 1500, 900)
+    )
+    assert all(torch.equal(other, in_all) for other in others)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_more_sequences_than_a_warp_has_lanes(rung):
+    torch.manual_seed(new_seed())
+    q = torch.randn(70, 1, 2, 64, device=DEVICE).half()
+    k, v = (torch.randn(70, 90, 1, 64, device=DEVICE).half() for _ in "kv")
+    lengths = torch.randint(0, 91, (70,), dtype=torch.int32, device=DEVICE)
+    got = [decode_attention(q, k, v, seqlens_k=lengths, rung=rung) for _ in range(5)]
+    for b in range(70):
+        alone = (t[b : b + 1] for t in (q, k, v))
+        one = decode_attention(*alone, seqlens_k=lengths[b : b + 1])
+        assert all((out[b] - one[0]).abs().max() < 2e-3 for out in got), b
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_pages_outside_of_the_pool_are_not_seen(rung, head_dim):
+    q, k, v = torch.randn(1, 1, 2, head_dim), *torch.randn(2, 3, 16, 2, head_dim)
     q, k, v = (t.to(DEVICE, torch.float16) for t in (q, k, v))
-    table = torch.tensor([[2, 99, 0, -1]], dtype=torch.int32, device=DEVICE)
-    got = decode_attention(q, k, v, block_table=table)
-    seen = decode_attention(q, k, v, block_table=table[:, ::2].contiguous())
+    table = torch.tensor([[2, 99, 0, -1, 1]], dtype=torch.int32, device=DEVICE)
+    got = decode_attention(q, k, v, block_table=table, rung=rung)
+    seen = decode_attention(q, k, v, block_table=table[:, ::2].contiguous(), rung=rung)
     torch.testing.assert_close(got, seen, atol=2e-3, rtol=0)
-    none = decode_attention(q, k, v, block_table=torch.full_like(table, 7))
+    none = decode_attention(q, k, v, block_table=torch.full_like(table, 7), rung=rung)
     assert torch.equal(none, torch.zeros_like(q))
 
 
@@ -162,14 +203,14 @@ def test_sequences_of_many_pages(rung, head_dim):
     """More than a warp has in its registers; a page makes no difference to the bits."""
     torch.manual_seed(new_seed())
     q = torch.randn(3, 1, 4, head_dim, device=DEVICE).half()
-    k, v = (torch.randn(3, 1808, 2, head_dim, device=DEVICE).half() for _ in "kv")
-    table = torch.randperm(3 * 113, device=DEVICE).int().view(3, 113)
-    pools = [t.new_full((3 * 113, 16, 2, head_dim), math.nan) for t in (k, v)]
+    k, v = (torch.randn(3, 4800, 2, head_dim, device=DEVICE).half() for _ in "kv")
+    table = torch.randperm(3 * 300, device=DEVICE).int().view(3, 300)
+    pools = [t.new_full((3 * 300, 16, 2, head_dim), math.nan) for t in (k, v)]
     for pool, t in zip(pools, (k, v), strict=True):
         pool[table.flatten().long()] = t.reshape(-1, 16, 2, head_dim)
-    for window in (None, 700):
+    for window in (None, 2500):
         given = dict(window=window, rung=rung)
-        given["seqlens_k"] = torch.tensor([1801, 605, 1300], dtype=torch.int32, device=DEVICE)
+        given["seqlens_k"] = torch.tensor([4801 - 10, 605, 3300], dtype=torch.int32, device=DEVICE)
         assert torch.equal(
             decode_attention(q, *pools, block_table=table, **given),
             decode_attention(q, k, v, **given),
@@ -302,7 +343,7 @@ HALF = torch.float16
         ({"scale": 1e300}, "scale must be above 0 and finite; got 1e\\+300"),
         ({n: torch.zeros(1, 1, 1, 64, dtype=HALF).expand(70, 1 << 24, 256, 64) for n in "kv"}
          | {"q": torch.zeros(70, 1, 256, 64, dtype=HALF)}, "there must be at most 2,147,483,647 tiles of 16 keys"),
-        ({"rung": 7}, r"rung must be one of \(1, 2, 3, 4, 5\); got 7"),
+        ({"rung": 7}, r"rung must be one of \(1, 2, 3, 4, 5, 6\); got 7"),
         ({"seqlens_k": torch.zeros(2, dtype=torch.int32)}, "seqlens_k must be"),
         ({"block_table": torch.zeros(1, 2, dtype=torch.int32)}, "page_size must be a multiple of 16 up to 256; got 40"),
         ({"block_table": torch.zeros(1, 2), **{n: torch.zeros(3, 32, 2, 64, dtype=HALF) for n in "kv"}}, "block_table must be .* int32"),
@@ -332,6 +373,13 @@ def test_rung_5_is_for_16_bits():
         decode_attention(q, q, q, rung=5)
 
 
+@of_gpus_hopper
+def test_rung_6_is_for_head_dims_up_to_128():
+    q = torch.zeros(1, 1, 2, 256, device=DEVICE)
+    with pytest.raises(ValueError, match="rung 6 is for head_dim up to 128; got 256"):
+        decode_attention(q, q, q, rung=6)
+
+
 @pytest.fixture
 def h200(monkeypatch):
     """What a plan asks of a GPU, answered as by an H200."""
@@ -354,15 +402,29 @@ def h200(monkeypatch):
     call._plan.cache_clear()
 
 
-def test_the_parts_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
+def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
     for kv_heads in (1, 2, 8, 32, 100):
-        plans = {
-            (plan.rung, plan.blocks / batch)
-            for batch in (1, 3, 64)
-            for kv_len in (1, 100, 5000, 200_000)
-            for plan in [call._plan(h200(), batch, kv_heads, kv_len, True, None)]
+        for shape in ({}, {"dtype": 2}, {"dtype": 2, "head_dim": 64}, {"dtype": 2, "rows": 32}):
+            rungs, leaves = set(), set()
+            for batch in (1, 3, 64):
+                for kv_len in (1, 100, 5000, 200_000):
+                    for page_size in (None, 16, 64):
+                        rung = call._fastest(
+                            h200(**shape), batch * kv_heads, kv_len, True, page_size
+                        )
+                        rungs.add(rung)
+                        leaves.add(
+                            call._plan(h200(**shape), batch, kv_heads, kv_len, True, rung).chunks
+                        )
+            assert rungs <= {3, 4, 6} and len(leaves) == 1  # which have the same tree
+    for wide in (h200(dtype=2, head_dim=256), h200(dtype=2, rows=33)):
+        chosen = {
+            call._fastest(wide, heads, kv_len, True, page_size)
+            for heads in (1, 8, 500)
+            for kv_len in (9, 99_999)
+            for page_size in (None, 16)
         }
-        assert len(plans) == 1
+        assert chosen == {KEYS_AS_ROWS}
 
 
 @pytest.mark.parametrize(
@@ -370,17 +432,43 @@ def test_the_parts_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
     [
         (1, 8, 1024, 4, 8 * 8),  # two tiles each
         (1, 8, 8192, 4, 8 * 16),
-        (1, 8, 131072, 2, 264),  # one block an SM is too slow
         (8, 8, 2048, 4, 64 * 2),
         (16, 8, 8192, 4, 128 * 2),  # two blocks an SM
         (16, 32, 1024, 4, 512),  # more pairs than fit
         (1, 1, 64, 4, 1),
+        (1, 8, 131072, 1, 264),  # one block an SM is too slow
     ],
 )
-def test_the_rung_that_is_chosen(h200, batch, kv_heads, kv_len, rung, blocks):
-    plan = call._plan(h200(), batch, kv_heads, kv_len, False, None)
-    assert (plan.rung, plan.blocks) == (rung, blocks)
-    assert call._plan(h200(head_dim=256), batch, kv_heads, kv_len, False, None).rung == 2
+def test_the_rung_of_float32(h200, batch, kv_heads, kv_len, rung, blocks):
+    assert call._fastest(h200(), batch * kv_heads, kv_len, False, None) == rung
+    assert call._plan(h200(), batch, kv_heads, kv_len, False, rung).blocks == blocks
+    assert call._fastest(h200(head_dim=256), batch * kv_heads, kv_len, False, None) == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_len", "shape", "rung"),
+    [
+        (8, 1024, {}, 4),
+        (8, 4096, {}, KEYS_AS_ROWS),
+        (8, 131072, {}, EIGHT_WARPS),
+        (32, 1024, {}, EIGHT_WARPS),
+        (64, 2048, {}, 4),
+        (64, 8192, {}, EIGHT_WARPS),
+        (128, 8192, {}, 4),
+        (512, 1024, {}, 3),
+        (8, 4096, {"head_dim": 64}, 4),
+        (8, 4096, {"rows": 32}, KEYS_AS_ROWS),
+        (16, 8191, {"head_dim": 256}, KEYS_AS_ROWS),
+        (16, 8192, {"head_dim": 256}, 1),
+    ],
+)
+def test_the_rung_of_16_bits(h200, heads, kv_len, shape, rung):
+    assert call._fastest(h200(dtype=2, **shape), heads, kv_len, False, None) == rung
+
+
+def test_rung_5_does_not_take_small_pages(h200):
+    rungs = [call._fastest(h200(dtype=2), 8, 8192, False, size) for size in (None, 256, 64, 48, 16)]
+    assert rungs == [KEYS_AS_ROWS] * 3 + [EIGHT_WARPS] * 2
 
 
 @pytest.mark.parametrize(
@@ -392,23 +480,13 @@ def test_the_rung_that_is_chosen(h200, batch, kv_heads, kv_len, rung, blocks):
         (1, 2, 2048, 2 * 16, 0),  # several would have too little to do
     ],
 )
-def test_16_bits_take_rung_5_where_pairs_are_few(h200, batch, kv_heads, kv_len, blocks, parts):
-    plan = call._plan(h200(dtype=2), batch, kv_heads, kv_len, False, None)
-    assert (plan.rung, plan.blocks, plan.slots) == (KEYS_AS_ROWS, blocks, parts)
-
-
-def test_16_bits_take_rung_5_for_many_rows_wide_heads_and_the_same_bits(h200):
-    def rung(batch=16, kv_len=1024, invariant=False, **shape):
-        return call._plan(h200(dtype=2, **shape), batch, 8, kv_len, invariant, None).rung
-
-    assert rung() == rung(rows=16) == 4
-    assert rung(rows=17) == rung(invariant=True) == KEYS_AS_ROWS
-    assert rung(batch=4, head_dim=256) == KEYS_AS_ROWS and rung(head_dim=256) == 2
-    assert rung(batch=4, kv_len=8192, head_dim=256) == 2
+def test_the_blocks_of_rung_5(h200, batch, kv_heads, kv_len, blocks, parts):
+    plan = call._plan(h200(dtype=2), batch, kv_heads, kv_len, False, KEYS_AS_ROWS)
+    assert (plan.blocks, plan.slots) == (blocks, parts)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
-@pytest.mark.parametrize("rung", [1, 3, 5])
+@pytest.mark.parametrize("rung", [1, 3, 5, 6])
 def test_the_check_build_finds_nothing(rung):
     from common.build import using
 
