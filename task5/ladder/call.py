@@ -32,9 +32,7 @@ CLUSTERS = (3, 4, 5, 6)  # of the rungs
 KEYS_AS_ROWS = 5  # for 16 bits
 EIGHT_WARPS = 6  # for head_dim up to 128
 MOST_BLOCKS = 16  # of a cluster
-WARPS = (
-    4  # of a block; of a batch-invariant call each warp of a sequence alone has a leaf of the tree
-)
+WARPS = 4  # of a block; batch-invariant, each warp of a sequence alone has a leaf of the tree
 MOST_CLUSTERS = 8  # of a pair
 MANY_KEYS = 512  # of a block, so that more clusters pay
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see _fastest()
@@ -236,10 +234,9 @@ def _fastest(
     if not is_hopper(call.device):
         return 1
     if call.dtype == dtype_code(torch.float32):
-        one_an_sm = (
-            8 * heads <= sms and kv_len >= 4 * LONG_CACHE
-        )  # blocks, each with too much to do
-        return 1 if call.head_dim == 256 or (one_an_sm and not batch_invariant) else 4
+        # Of long caches of few heads, blocks that are one to an SM have too much to do.
+        long = 8 * heads <= sms and kv_len >= 4 * LONG_CACHE
+        return 1 if call.head_dim == 256 or (long and not batch_invariant) else 4
     if call.head_dim == 256:  # of its clusters' blocks no two fit on an SM
         few = 4 * heads <= sms and kv_len < LONG_CACHE
         return KEYS_AS_ROWS if few or batch_invariant or call.rows > ROWS else 1

@@ -93,7 +93,7 @@ struct Cluster {
   // Of a warp.
   static int64_t most_tiles(const Decode& a, int blocks) {
     const int tiles = ceil_div(a.kv_len, 1 << a.tile_bits), warps = blocks / (a.batch * pairs_of(a)) * WARPS;
-    return max(ceil_div(tiles, warps), a.chunks ? 4 : 1);  // of fewer leaves than warps each has four tiles at most
+    return max(ceil_div(tiles, warps), a.chunks ? 8 : 1);  // of fewer leaves than warps each has eight tiles at most
   }
   static cudaError_t launch(void (*kernel)(Decode), const Decode& a, int blocks, int bytes, cudaStream_t stream) {
     const int pairs = pairs_of(a), of_a_cluster = blocks / (a.batch * pairs);

@@ -48,7 +48,9 @@ struct Decode {
   int rows;  // of a kv head
   Divisor group, page_size, row_tiles;  // row_tiles: pairs that share a kv head's rows
   int tile_bits = 0;                    // B_c = 1 << tile_bits
-  int chunks;                           // 0, or into how many chunks at most the keys of a pair are cut, in any batch
+  // 0, or in a batch-invariant call into how many chunks (rungs 1 and 2) or leaves of a tree (3, 4 and 6) the keys of a
+  // pair are cut at most, in any batch. Rung 5 finds that number itself.
+  int chunks;
   float scale;
   float* partial;  // [slot][rows of a pair][head_dim], and behind all of them m, l: [slot][rows of a pair][2]
   int64_t slots;

@@ -45,7 +45,7 @@ struct EqualShares {
       if (before > 0) w.b += before, w.first_unit += skipped;
       if (before < 32) break;
     }
-    w.b = min(w.b, a.batch - 1);  // even where lengths change while they are read
+    w.b = min(w.b, a.batch - 1);  // even where lengths change while they are read early
     const int2 of_first = make_int2(__shfl_sync(~0u, known.x, w.b & 31), __shfl_sync(~0u, known.y, w.b & 31));
     w.s = sequence(a, w.b < 32 ? of_first : lengths(a, w.b));
     w.cut(a);

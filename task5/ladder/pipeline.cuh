@@ -1,9 +1,10 @@
 // The kernel around the arithmetic: K and V on their way to shared memory while earlier ones are computed with.
 //
-// Every warp has a pipeline of its own: cp.async brings KEYS keys and their values, which are a tile of the warp, a few
-// tiles ahead. The warps meet only at the end of a segment, or of a chunk, where their parts are merged. The pipeline
-// runs on. `Math` is what a warp does with keys and with values: tensor_cores.cuh, fp32.cuh. `Sharing` says which tiles
-// are a warp's, and how the parts of a pair's blocks are merged: equal_shares.cuh, cluster.cuh.
+// Every warp has a pipeline of its own: cp.async brings its KEYS keys of a tile and their values, a few tiles ahead.
+// The warps meet only at the end of a segment, or of a chunk, where their parts are merged. The pipeline runs on.
+// `Math` is what a warp does with keys and with values: tensor_cores.cuh, fp32.cuh. `Sharing` says which tiles are a
+// warp's, whether a tile is of one warp or of all, and how the parts of a pair's blocks are merged: equal_shares.cuh,
+// cluster.cuh.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -95,11 +96,12 @@ struct Loader {
   DEVICE void start(const Decode& a, bool any) {
     loading = any, missing = next_missing = 0;
     if constexpr (PAGED) {
-      page = loading ? page_of(a, held = walk.tile) : nullptr;
+      held = walk.tile;
+      page = loading ? page_of(a, held) : nullptr;
       found = number(page);
       compute_here(page);
     }
-    begin(a, found);
+    begin(a, PAGED ? found : 0);
 #pragma unroll
     for (int n = 0; n < GROUPS; ++n)
       compute_here(k[n]), compute_here(v[n]), compute_here(place[n]), compute_here(seen[n]);
