@@ -113,11 +113,6 @@ extern "C" int keys_of_a_tile(int dtype, int head_dim, int rows) {
   return with_kernel(dtype, head_dim, rows, [](auto is) { return Shared<decltype(is)::D, decltype(is)::N>::KEYS; });
 }
 
-// Of what a cluster of a pair leaves in global memory, where there are several.
-extern "C" int floats_of_a_part(int dtype, int head_dim, int rows) {
-  return with_kernel(dtype, head_dim, rows, [](auto is) { return decltype(is)::N * decltype(is)::D / 4 * 6; });
-}
-
 // How many clusters of so many blocks the GPU holds at once, where each block has so many tiles at most.
 extern "C" int clusters_at_once(int dtype, int head_dim, int rows, int blocks, int tiles) {
   return with_kernel(dtype, head_dim, rows, [=](auto is) {
@@ -157,7 +152,7 @@ extern "C" cudaError_t decode(View q, View k, View v, View out, const int* seqle
     while (c.box_bits < c.a.tile_bits && (!block_table || k.sizes[1] % (2 << c.box_bits) == 0)) ++c.box_bits;
     const int grid = of_a_cluster > 1 ? blocks : min(blocks, TWO_FIT<D, N> ? 2 * sms : sms);
     c.buffers = buffers_of<D, N>(ceil_div(ceil_div(c.a.kv_len, KEYS), of_a_pair) * ceil_div(blocks, grid));
-    c.block_bits = bits_of(of_a_cluster), c.cluster_bits = bits_of(clusters);
+    c.block_bits = bits_of(of_a_cluster), c.a.cluster_bits = bits_of(clusters);
     c.part_bits = 0;
     while (c.pairs.d << (c.part_bits + 1) <= ALONE) ++c.part_bits;
     if (cudaError_t error = make_map<T>(&c.k_map, k, 1 << c.box_bits)) return error;

@@ -28,6 +28,15 @@ SOURCES = (
     "task5/ladder/call.py",
     "task5/ladder/chunk.py",
 )
+# Of a chunk of a prompt: its kernel, task 4's ladder, and what chooses between them.
+PREFILL_SOURCES = (
+    *(f"task5/ladder/{name}" for name in ("chunk.cu", "chunk.py", "cluster_memory.cuh")),
+    *(f"task5/ladder/{name}.cuh" for name in ("dependent_launch", "tensor_map")),
+    "task4/prefill.py",
+    "task4/ladder/*.cu",
+    "task4/ladder/*.cuh",
+    "task4/ladder/rungs.py",
+)
 TESTS = (FOLDER / "test.py", FOLDER / "test_append.py", FOLDER / "test_chunk.py")
 ROOM_ON_CPU = 96  # keys, for --steps
 
@@ -182,7 +191,7 @@ def _prefill(options: argparse.Namespace) -> int:
         found = prefill.time_chunks(
             prefill.CHUNKS, options.seed, lambda key: status.update(f"timing {key}")
         )
-    tables = Tables(_provenance(options), [found])
+    tables = Tables(_provenance(options, PREFILL_SOURCES), [found])
     met = _print(tables.grids)
     _render(save(prefill=tables))
     return 0 if met else 1
@@ -195,8 +204,8 @@ def _print(grids: Sequence[Grid]) -> bool:
     return all(met for grid in grids for met in grid.bars)
 
 
-def _provenance(options: argparse.Namespace) -> Run:
-    facts = provenance(SOURCES, device=options.device.type, seed=options.seed)
+def _provenance(options: argparse.Namespace, sources: Sequence[str] = SOURCES) -> Run:
+    facts = provenance(sources, device=options.device.type, seed=options.seed)
     return facts | {"peers": versions()}
 
 

@@ -17,6 +17,7 @@ MAX_QUERIES = 16
 MAX_KEYS = 1 << 24
 MAX_BATCH = 65535
 MAX_TILES = (1 << 31) - 1
+MAX_POOL = (1 << 36) - 16  # bytes: a kernel counts them in 32 bits, by 16
 ON_CPU = 6  # blocks where there is no GPU: enough to share a pair
 LONG = 32  # tiles of a block that make up for a second block on its SM
 _KERNELS = {
@@ -34,7 +35,10 @@ EIGHT_WARPS = 6  # for head_dim up to 128
 MOST_BLOCKS = 16  # of a cluster
 WARPS = 4  # of a block; batch-invariant, each warp of a sequence alone has a leaf of the tree
 MOST_CLUSTERS = 8  # of a pair
-MANY_KEYS = 512  # of a block, so that more clusters pay
+MANY_KEYS = 512  # of a block of rung 5, so that more clusters pay
+# Bytes of K and V, so that they do in other rungs: where the memory decides, and where a block has too much to compute.
+MANY_BYTES, MANY_BYTES_TO_COMPUTE = 400e6, 100e6
+MANY_TILES = 8192  # of a warp, that a sequence has so that it is cut into all leaves and not into half of them
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see _fastest()
 LONG_BOX = 64  # keys of a page: of fewer, rung 5's copies are too small
 ROWS = 16  # of q that read a kv head at once, without another rung's being faster
@@ -134,6 +138,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> tuple
         if not block_table.is_contiguous():
             raise ValueError(f"block_table must be contiguous; got strides {block_table.stride()}")
         kv_len = block_table.shape[1] * page_size
+        for name, pool in (("k", k), ("v", v)):
+            steps = zip(pool.shape[:2], pool.stride()[:2], strict=True)
+            span = sum((n - 1) * step for n, step in steps) * pool.element_size()
+            if span >= MAX_POOL:
+                raise ValueError(
+                    f"pages of {name} must begin within {MAX_POOL:,} bytes; got {span:,}"
+                )
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim must be 64, 128 or 256; got {head_dim}")
     if not 1 <= q_len <= MAX_QUERIES:
@@ -208,6 +219,16 @@ class _Call(NamedTuple):
     head_dim: int
     rows: int  # of q that read a kv head
 
+    @property
+    def item_size(self) -> int:
+        """Bytes of a number."""
+        return 4 if self.dtype == dtype_code(torch.float32) else 2
+
+    @property
+    def computes_much(self) -> bool:
+        """Whether half of the SMs take longer to compute than the memory to bring the keys."""
+        return self.item_size == 4 or self.head_dim == 256
+
     def query(self, rung: int, name: str, **arguments: int) -> int:
         given = dict(dtype=self.dtype, head_dim=self.head_dim, rows=self.rows, **arguments)
         return _KERNELS[rung].query(name, self.device, **given)
@@ -233,22 +254,22 @@ def _fastest(
     sms = sms_of(call.device)
     if not is_hopper(call.device):
         return 1
-    if call.dtype == dtype_code(torch.float32):
-        # Of long caches of few heads, blocks that are one to an SM have too much to do.
-        long = 8 * heads <= sms and kv_len >= 4 * LONG_CACHE
-        return 1 if call.head_dim == 256 or (long and not batch_invariant) else 4
-    if call.head_dim == 256:  # of its clusters' blocks no two fit on an SM
-        few = 4 * heads <= sms and kv_len < LONG_CACHE
-        return KEYS_AS_ROWS if few or batch_invariant or call.rows > ROWS else 1
+    if call.item_size == 4:
+        if call.head_dim == 256:
+            return 4 if batch_invariant else 1
+        return EIGHT_WARPS if 8 * heads <= sms and kv_len >= 2 * LONG_CACHE else 4
+    if call.head_dim == 256 and call.rows <= ROWS:  # no two blocks fit on an SM
+        return 4 if batch_invariant or heads <= sms else 1
     if call.rows > ROWS:
-        return EIGHT_WARPS if batch_invariant and call.rows <= 2 * ROWS else KEYS_AS_ROWS
+        narrow = call.head_dim <= 128 and call.rows <= 2 * ROWS
+        return EIGHT_WARPS if batch_invariant and narrow else KEYS_AS_ROWS
     if heads > sms:
         return 3
     if 4 * heads > sms:
         return EIGHT_WARPS if 2 * heads <= sms and kv_len >= LONG_CACHE else 4
     if 8 * heads > sms:
         return EIGHT_WARPS if kv_len >= SHORT_CACHE else 4
-    if kv_len * call.head_dim >= 4 * LONG_CACHE * 128:
+    if kv_len * call.head_dim >= 2 * LONG_CACHE * 128:
         return EIGHT_WARPS
     if kv_len < 2 * SHORT_CACHE or call.head_dim == 64:
         return 4
@@ -266,18 +287,23 @@ def _plan(
         pairs = batch * _pairs(call, rung, kv_heads)
         of_a_cluster = _of_a_cluster(call, rung, kv_heads, batch, kv_len)
         clusters = _clusters_of_a_pair(call, pairs * of_a_cluster, kv_len // of_a_cluster)
-        blocks = pairs * of_a_cluster * clusters
         chunks = MOST_BLOCKS if batch_invariant else 0
-        if clusters == 1:
-            return _Plan(rung, blocks, chunks)
-        floats = pairs * clusters * call.query(rung, "floats_of_a_part")
-        return _Plan(rung, blocks, chunks, pairs * clusters, floats, counters=pairs * of_a_cluster)
+        return _in_clusters(call, rung, pairs, of_a_cluster, clusters, chunks)
     if rung in CLUSTERS:
-        leaves = _leaves(call, rung, kv_heads) if batch_invariant else 0
-        warps = 2 * WARPS if rung == EIGHT_WARPS else WARPS
-        most = max(1, leaves // warps) if batch_invariant else MOST_BLOCKS
-        of_a_cluster = _of_a_cluster(call, rung, kv_heads, batch, kv_len, most)
-        return _Plan(rung, of_a_cluster * batch * _pairs(call, rung, kv_heads), chunks=leaves)
+        pairs, leaves = batch * _pairs(call, rung, kv_heads), 0
+        warps, most = 2 * WARPS if rung == EIGHT_WARPS else WARPS, MOST_BLOCKS
+        if batch_invariant:
+            leaves = _leaves(call, rung, kv_heads)
+            long = kv_len >= MANY_TILES * (call.query(rung, "keys_of_a_tile") // warps)
+            most = max(1, min(most, leaves // (warps if long else 2 * warps)))
+        of_a_cluster, clusters = _of_a_cluster(call, rung, kv_heads, batch, kv_len, most), 1
+        many = MANY_BYTES_TO_COMPUTE if call.computes_much else MANY_BYTES
+        if 2 * batch * kv_heads * kv_len * call.head_dim * call.item_size >= many:
+            # Of clusters not as many fit as there are SMs: then blocks are better without.
+            apart = 1 << max(1, min(most, sms_of(call.device) // pairs)).bit_length() - 1
+            if apart > of_a_cluster:
+                of_a_cluster, clusters = 1, apart
+        return _in_clusters(call, rung, pairs, of_a_cluster, clusters, leaves)
     tall = call.query(rung, "rows_of_a_pair")
     pairs, room = _pairs(call, rung, kv_heads), _blocks(call, rung)
     tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
@@ -289,15 +315,29 @@ def _plan(
     )
 
 
+def _in_clusters(
+    call: _Call, rung: int, pairs: int, of_a_cluster: int, clusters: int, chunks: int
+) -> _Plan:
+    """With so many blocks of a cluster, and clusters of a pair: if several, each leaves its part in global memory."""
+    blocks = pairs * of_a_cluster * clusters
+    if clusters == 1:
+        return _Plan(rung, blocks, chunks)
+    rows = call.query(rung, "rows_of_a_pair")
+    floats = pairs * clusters * rows * call.head_dim // 4 * 6  # of four columns O, m and l
+    return _Plan(rung, blocks, chunks, pairs * clusters, floats, counters=pairs * of_a_cluster)
+
+
 def _pairs(call: _Call, rung: int, kv_heads: int) -> int:
     """Of a kv head and rows that share one read of its keys, for one sequence."""
     return kv_heads * -(-call.rows // call.query(rung, "rows_of_a_pair"))
 
 
 def _leaves(call: _Call, rung: int, kv_heads: int) -> int:
-    """How many warps share a pair of a long sequence by itself, in a block on each SM: a power of two."""
+    """How many warps share a pair of a long sequence by itself, with all SMs: a power of two."""
     blocks = sms_of(call.device) // _pairs(call, rung, kv_heads)
-    return WARPS * min(MOST_BLOCKS, 1 << max(1, blocks).bit_length() - 1)
+    return (WARPS if call.head_dim == 256 else 2 * WARPS) * min(
+        MOST_BLOCKS, 1 << max(1, blocks).bit_length() - 1
+    )
 
 
 def _of_a_cluster(

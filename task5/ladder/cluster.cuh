@@ -2,14 +2,17 @@
 // Hopper and later.
 //
 // The keys of a pair are cut into the leaves of a tree. Each warp has one, or several that are neighbours, and merges
-// its own as it goes; then a block merges its warps', and the cluster its blocks'. A batch-invariant call has as many
-// leaves as a sequence alone has warps: the tree is the same however many warps share it.
+// its own as it goes; then a block merges its warps', and the cluster its blocks'. Long caches of few pairs have several
+// clusters for each pair, as clusters that have an SM for each block do not fill all of them; these merge in the end. A
+// batch-invariant call has as many leaves as a sequence alone has warps: the tree is the same however many warps share
+// it.
 #pragma once
 #include <cuda_runtime.h>
 
 #include "../../task4/ladder/hopper.cuh"
 #include "cluster_memory.cuh"
 #include "pipeline.cuh"
+#include "several_clusters.cuh"
 
 constexpr int MOST_BLOCKS = 16;  // of a cluster
 constexpr int WARP_BITS = WARPS == 4 ? 2 : 3;
@@ -18,7 +21,7 @@ static_assert(1 << WARP_BITS == WARPS);
 struct Cluster {
   static constexpr bool SEVERAL_SEGMENTS = false;
   static constexpr int TILE_WARPS = 1;  // a tile is of one warp
-  static constexpr int LEVELS = 4;      // of the tree, within a warp
+  static constexpr int LEVELS = 5;      // of the tree, within a warp
   static DEVICE int first_key(int) { return 0; }
 
   // Of the quads (four columns of a row) each block merges every so manieth, of which it gets all blocks' parts.
@@ -28,15 +31,16 @@ struct Cluster {
     float4 O[ROWS * D / 4];  // [block][quads of this block]
     float2 ml[MOST_BLOCKS][ROWS];
     uint64_t received;  // counts what is sent here
+    bool last;          // of the pair's clusters
   };
-  int rank, bits;            // 1 << bits blocks
+  int rank, bits;              // 1 << bits blocks
   int first, last, leaf_bits;  // this warp's leaves [first, last) of 1 << leaf_bits
   Lengths of_sequence;
   int2 known, now;  // the sequence's lengths, before and after the launch ahead of this one is complete
 
   template <typename Buffer>
   DEVICE void start(const Decode& a, Buffer& buffer) {
-    rank = blockIdx.x, bits = 31 - __clz(gridDim.x);
+    bits = 31 - __clz(gridDim.x) - a.cluster_bits, rank = blockIdx.x & ((1 << bits) - 1);
     if (threadIdx.x == 0) {
       mbarrier_init(&buffer.received, 1);
       mbarrier_init_fence();
@@ -52,7 +56,7 @@ struct Cluster {
     of_sequence = Lengths(a, w.b);
     known = of_sequence.read(a);
     w.s = sequence(a, known);
-    const int warps = bits + WARP_BITS, warp = (rank << WARP_BITS) + threadIdx.x / 32;
+    const int warps = bits + a.cluster_bits + WARP_BITS, warp = (blockIdx.x << WARP_BITS) + threadIdx.x / 32;
     leaf_bits = a.chunks ? bits_of_leaves(31 - __clz(a.chunks), 31 - __clz(w.s.tiles)) : warps;
     first = first_leaf(warp, warps), last = first_leaf(warp + 1, warps);
     w.tile = w.s.tiles * first >> leaf_bits;
@@ -67,27 +71,33 @@ struct Cluster {
   DEVICE static bool can_be_found_early(const Decode&) { return true; }
   DEVICE bool holds() const { return now.x == known.x && now.y == known.y; }
   DEVICE void meet() const { wait_for_cluster(); }  // all blocks of the cluster have started
-  DEVICE bool alone() const { return bits == 0; }
-
-  template <int ROWS, int D>
-  DEVICE void put(Buffer<ROWS, D>& buffer, int row, int e, const Part& p) const {
+  // A part of a row's four columns, of the block's keys.
+  template <typename T, int ROWS, int D>
+  DEVICE void put(const Decode& a, const Walk& w, Buffer<ROWS, D>& buffer, int row, int e, const Part& p) const {
     const int quad = (row * D + e) / 4, to = quad & ((1 << bits) - 1);
+    if (bits == 0) return finish<T, ROWS, D>(a, w, quad, p);
     send_to(to, &buffer.O[(rank * (ROWS * D / 4) + quad) >> bits], p.O, &buffer.received);
     if (e >> (bits + 2) == 0) send_to(to, &buffer.ml[rank][row], make_float2(p.m, p.l), &buffer.received);
   }
 
   template <typename T, int ROWS, int D>
   DEVICE void merge_blocks(const Decode& a, const Walk& w, Buffer<ROWS, D>& buffer) const {
-    const int row_0 = w.row_0 * ROWS, quads = min(ROWS, a.rows - row_0) * D / 4;
-    mbarrier_wait(&buffer.received, 0);
-    for (int quad = rank + (threadIdx.x << bits); quad < quads; quad += THREADS << bits) {
-      const int row = quad * 4 / D, e = quad * 4 % D;
-      const Part p = merge_tree_of(bits, [&](int n) -> Part {
-        if (n >> bits) return {};
-        return {buffer.ml[n][row].x, buffer.ml[n][row].y, buffer.O[(n * (ROWS * D / 4) + quad) >> bits]};
-      });
-      write_out<T>(a, w, row_0 + row, e, p);
+    const int quads = min(ROWS, a.rows - w.row_0 * ROWS) * D / 4;
+    if (bits > 0) {
+      mbarrier_wait(&buffer.received, 0);
+      for (int quad = rank + (threadIdx.x << bits); quad < quads; quad += THREADS << bits) {
+        const int row = quad * 4 / D;
+        finish<T, ROWS, D>(a, w, quad, merge_tree_of(bits, [&](int n) -> Part {
+                             if (n >> bits) return {};
+                             return {buffer.ml[n][row].x, buffer.ml[n][row].y,
+                                     buffer.O[(n * (ROWS * D / 4) + quad) >> bits]};
+                           }));
+      }
     }
+    if (a.cluster_bits == 0) return;
+    clusters<ROWS, D>(a, w).merge(
+        buffer.last, THREADS, quads, [] { __syncthreads(); },
+        [&](int quad, const Part& p) { write<T, ROWS, D>(a, w, quad, p); });
   }
 
   // Of a warp.
@@ -95,20 +105,37 @@ struct Cluster {
     const int tiles = ceil_div(a.kv_len, 1 << a.tile_bits), warps = blocks / (a.batch * pairs_of(a)) * WARPS;
     return max(ceil_div(tiles, warps), a.chunks ? 8 : 1);  // of fewer leaves than warps each has eight tiles at most
   }
-  static cudaError_t launch(void (*kernel)(Decode), const Decode& a, int blocks, int bytes, cudaStream_t stream) {
-    const int pairs = pairs_of(a), of_a_cluster = blocks / (a.batch * pairs);
+  static cudaError_t launch(void (*kernel)(Decode), Decode a, int blocks, int bytes, cudaStream_t stream) {
+    const int pairs = pairs_of(a), of_a_pair = blocks / (a.batch * pairs);
+    while (a.batch * pairs << (a.cluster_bits + 1) <= a.slots) ++a.cluster_bits;
+    const int of_a_cluster = of_a_pair >> a.cluster_bits;
     if (of_a_cluster > 8) {
       cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
       if (error) return error;
     }
-    return launch_kernel(kernel, dim3(of_a_cluster, pairs, a.batch), THREADS, bytes, stream, a, of_a_cluster);
+    return launch_kernel(kernel, dim3(of_a_pair, pairs, a.batch), THREADS, bytes, stream, a, of_a_cluster);
   }
 
  private:
+  template <int ROWS, int D>
+  DEVICE SeveralClusters<ROWS, D> clusters(const Decode& a, const Walk& w) const {
+    return {a, w.b * a.pairs() + w.pair, int(blockIdx.x) >> bits, rank, bits};
+  }
+  template <typename T, int ROWS, int D>
+  DEVICE void write(const Decode& a, const Walk& w, int quad, const Part& p) const {
+    write_out<T>(a, w, w.row_0 * ROWS + quad * 4 / D, quad * 4 % D, p);
+  }
+  // Of all keys, or of a cluster's.
+  template <typename T, int ROWS, int D>
+  DEVICE void finish(const Decode& a, const Walk& w, int quad, const Part& p) const {
+    a.cluster_bits == 0 ? write<T, ROWS, D>(a, w, quad, p) : clusters<ROWS, D>(a, w).put(quad, p);
+  }
   static int pairs_of(const Decode& a) { return a.kv_heads * a.row_tiles.d; }
-  // Of a tree with at most 1 << most leaves: of two tiles each, or of four where there are many.
+  // Of a tree with at most 1 << most leaves: of two tiles each, or of four where there are many, and half of the most
+  // but for the longest sequences.
   static DEVICE int bits_of_leaves(int most, int tile_bits) {
-    return max(0, min(most, max(min(tile_bits - 1, 5), tile_bits - 2)));
+    const int few = min(most - 1, max(min(tile_bits - 1, 5), tile_bits - 2));
+    return max(0, max(few, min(most, tile_bits - 6)));
   }
   DEVICE int first_leaf(int warp, int warps) const { return ((warp << leaf_bits) + (1 << warps) - 1) >> warps; }
 };

@@ -51,6 +51,7 @@ struct Decode {
   // 0, or in a batch-invariant call into how many chunks (rungs 1 and 2) or leaves of a tree (3, 4 and 6) the keys of a
   // pair are cut at most, in any batch. Rung 5 finds that number itself.
   int chunks;
+  int cluster_bits = 0;  // 1 << cluster_bits clusters share a pair
   float scale;
   float* partial;  // [slot][rows of a pair][head_dim], and behind all of them m, l: [slot][rows of a pair][2]
   int64_t slots;

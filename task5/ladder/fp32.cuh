@@ -98,7 +98,13 @@ struct Fp32 : RowsOfQuads<ROWS_, HEAD_DIM <= 128 ? 1 : HEAD_DIM / 128> {
     }
   }
 
-  DEVICE void add_values(const float* V_j) {
+  // P, which every lane needs of all keys, goes through `room`: [key][row].
+  DEVICE void add_values(const float* V_j, float* room) {
+    if (lane() % LANES == 0) {
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) room[lane() / LANES * ROWS + r] = S[r];
+    }
+    __syncwarp();
     float4 of_tile[BY_TILES ? ROWS : 1][QUADS] = {};
     if constexpr (!BY_TILES) {
 #pragma unroll
@@ -114,14 +120,23 @@ struct Fp32 : RowsOfQuads<ROWS_, HEAD_DIM <= 128 ? 1 : HEAD_DIM / 128> {
 #pragma unroll
       for (int i = 0; i < QUADS; ++i)
         V[i] = *reinterpret_cast<const float4*>(V_j + offset(key, 32 * i + lane() % (32 / SIDES)));
+      float P[ROWS];
+#pragma unroll
+      for (int r = 0; r < ROWS; r += ROWS < 4 ? 1 : 4) {
+        if constexpr (ROWS < 4) {
+          P[r] = room[key * ROWS + r];
+        } else {
+          const float4 four = *reinterpret_cast<const float4*>(room + key * ROWS + r);
+          P[r] = four.x, P[r + 1] = four.y, P[r + 2] = four.z, P[r + 3] = four.w;
+        }
+      }
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        const float P = __shfl_sync(~0u, S[r], key * LANES);
 #pragma unroll
         for (int i = 0; i < QUADS; ++i) {
           float4& O = BY_TILES ? of_tile[BY_TILES ? r : 0][i] : O_i[r][i];
-          O.x = fmaf(P, V[i].x, O.x), O.y = fmaf(P, V[i].y, O.y);
-          O.z = fmaf(P, V[i].z, O.z), O.w = fmaf(P, V[i].w, O.w);
+          O.x = fmaf(P[r], V[i].x, O.x), O.y = fmaf(P[r], V[i].y, O.y);
+          O.z = fmaf(P[r], V[i].z, O.z), O.w = fmaf(P[r], V[i].w, O.w);
         }
       }
     }

@@ -3,7 +3,7 @@
 #include "../../task4/ladder/hopper.cuh"
 #include "decode.cuh"
 
-constexpr int MOST_BLOCKS = 16, MOST_CLUSTERS = 8;  // of a cluster, of a pair: powers of two
+constexpr int MOST_BLOCKS = 16;  // of a cluster: a power of two
 constexpr int ALONE = 64;  // blocks that share a sequence by itself: a batch-invariant call has a part for each
 constexpr int ALL = 0, COMPUTE = 1;  // named barriers: of all five warps, of the four that compute
 
@@ -12,7 +12,7 @@ struct Arguments {
   CUtensorMap k_map, v_map;
   int box_bits;                   // 1 << box_bits keys are loaded at once
   int buffers;                    // of shared memory: K_j, V_j, K_j+1, ...
-  int block_bits, cluster_bits;  // 1 << block_bits blocks of a cluster, 1 << cluster_bits clusters of a pair
+  int block_bits;                // 1 << block_bits blocks of a cluster
   int part_bits;                 // 1 << part_bits parts of a pair at most, where a call is batch-invariant
   int items;                     // shares of all pairs: a cluster's block has one, a block by itself every so manieth
   Divisor shares, pairs;         // of a pair, of a sequence
@@ -33,11 +33,11 @@ struct Item {
 // Of how many parts is a sequence, as a power of two; and which are a share's: from first_part(share) to that of the
 // next one.
 DEVICE int part_bits(const Arguments& c, const Sequence& s) {
-  if (!c.a.chunks) return c.block_bits + c.cluster_bits;
+  if (!c.a.chunks) return c.block_bits + c.a.cluster_bits;
   return max(0, min(c.part_bits, 30 - __clz(s.tiles)));  // of two tiles at least
 }
 DEVICE int first_part(const Arguments& c, int bits, int share) {
-  const int shares = c.block_bits + c.cluster_bits;
+  const int shares = c.block_bits + c.a.cluster_bits;
   return ((share << bits) + (1 << shares) - 1) >> shares;
 }
 DEVICE int first_tile(const Sequence& s, int bits, int part) { return int64_t(s.tiles) * part >> bits; }

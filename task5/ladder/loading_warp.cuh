@@ -28,17 +28,19 @@ struct Producer {
   DEVICE Place place(const Sequence& s, int tile) {
     const int j = (s.first + tile) * Memory::KEYS + key;
     if (!c.a.block_table) return {j, item.b};
-    if (tile - held == HELD) held = tile, now = next, next = number(s, held + HELD);
+    if (tile - held == HELD) held = tile, now = next, next = number(page_of(s, held + HELD));
     const int page = __shfl_sync(~0u, now, (tile - held) * (Memory::KEYS / 16) + key / 16);
     return {c.a.page_size.remainder(j), page};
   }
-  // The number of the page of the 16 keys number threadIdx.x % 32 from a tile on.
-  DEVICE int number(const Sequence& s, int tile) const {
+  // Where the number is of the page of the 16 keys number threadIdx.x % 32 from a tile on; null past the end.
+  DEVICE const int* page_of(const Sequence& s, int tile) const {
     const int j = (s.first + tile) * Memory::KEYS + threadIdx.x % 32 * 16;
-    return j < s.len ? __ldcg(&c.a.block_table[item.b * c.a.table_stride + c.a.page_size.quotient(j)]) : -1;
+    if (!c.a.block_table || j >= s.len) return nullptr;
+    return c.a.block_table + item.b * c.a.table_stride + c.a.page_size.quotient(j);
   }
+  static DEVICE int number(const int* page) { return page ? __ldcg(page) : -1; }
   DEVICE void find_pages(const Sequence& s, int tile) {
-    if (c.a.block_table) held = tile, now = number(s, held), next = number(s, held + HELD);
+    held = tile, now = number(page_of(s, held)), next = number(page_of(s, held + HELD));
   }
 
   DEVICE void prefetch(const Place& at) const {
@@ -80,7 +82,8 @@ struct Producer {
     Sequence s = sequence(a, known);
     int tile, end;
     find_share(s, tile, end);
-    find_pages(s, tile);
+    const int* page = page_of(s, tile);
+    held = tile, now = number(page);
     const int ahead = min(end - tile, min(c.buffers / 2, AHEAD));
     Place first[AHEAD];
 #pragma unroll
@@ -93,15 +96,15 @@ struct Producer {
     }
     wait_for_the_launch_before();
     const int2 then = lengths(a, item.b);
-    const int pages_then = a.block_table ? number(s, held) : now;
+    const int page_then = number(page);
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
       if (i < ahead) load_tile(first[i]);
     }
-    const bool same = __all_sync(~0u, pages_then == now && then.x == known.x && then.y == known.y);
+    const bool same = __all_sync(~0u, page_then == now && then.x == known.x && then.y == known.y);
     if (same) {
       tile += ahead;
-      if (a.block_table) next = number(s, held + HELD);
+      next = number(page_of(s, held + HELD));
     } else {
       s = sequence(a, then);
       find_share(s, tile, end);

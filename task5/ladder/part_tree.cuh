@@ -3,6 +3,7 @@
 #pragma once
 #include "cluster_memory.cuh"
 #include "keys_as_rows.cuh"
+#include "several_clusters.cuh"
 
 // What a thread knows of some keys: m, l of its columns, and its part of O^T.
 template <int D, int N>
@@ -81,19 +82,20 @@ struct Merging {
     }
     mbarrier_wait(&mem.received, 0);
     for (int quad = rank + (threadIdx.x << bits); quad < rows * QUADS; quad += THREADS << bits) {
-      put(quad, merge_tree_of(bits, [&](int n) -> Part {
-            if (n >> bits) return {};
-            const float2 ml = mem.ml[n][quad / QUADS];
-            return {ml.x, ml.y, mem.parts[(n * (N * QUADS) + quad) >> bits]};
-          }));
+      const Part p = merge_tree_of(bits, [&](int n) -> Part {
+        if (n >> bits) return {};
+        const float2 ml = mem.ml[n][quad / QUADS];
+        return {ml.x, ml.y, mem.parts[(n * (N * QUADS) + quad) >> bits]};
+      });
+      c.a.cluster_bits == 0 ? write(quad, p) : clusters().put(quad, p);
     }
-    if (c.cluster_bits > 0) merge_clusters(rows, rank);
+    if (c.a.cluster_bits > 0) merge_clusters(rows);
   }
 
   // Of a block that is no cluster's: from registers to global memory, as K and V of the next item are in the buffers.
   DEVICE void run_alone(const State<D, N>& now) {
     const int rows = min(N, c.a.rows - item.row_0);
-    float* part = slot(item.share, 0);
+    float* part = clusters().slot(item.share, 0);
 #pragma unroll
     for (int n = 0; n < N / 8; ++n) {
 #pragma unroll
@@ -109,54 +111,27 @@ struct Merging {
           for (int i = column; i < 4; i += 2) {
             const int d = 64 * e + 16 * warp() + g() + i / 2 * 8;
             const float O = now.O[e][4 * n + i];
-            if (c.cluster_bits == 0)
+            if (c.a.cluster_bits == 0)
               out[d] = from_float<T>(O * scale);
             else
               __stcg(&part[row * D + d], O);
           }
         }
-        for (int quad = 8 * warp() + g(); c.cluster_bits > 0 && quad < D / 4; quad += THREADS / 4)
+        for (int quad = 8 * warp() + g(); c.a.cluster_bits > 0 && quad < D / 4; quad += THREADS / 4)
           __stcg(reinterpret_cast<float2*>(&part[N * D + (row * (D / 4) + quad) * 2]), make_float2(m, l));
       }
     }
-    if (c.cluster_bits > 0) merge_clusters(rows, 0);
+    if (c.a.cluster_bits > 0) merge_clusters(rows);
   }
 
-  // What the block has of four columns of a row, of all keys or of its cluster's.
-  DEVICE float* slot(int cluster, int quad) const {
-    return c.a.partial + ((int64_t(item.pair) << c.cluster_bits) + cluster) * (N * (D / 4) * 6) + quad * 4;
-  }
-  DEVICE void put(int quad, const Part& p) const {
-    if (c.cluster_bits == 0) {
-      write(quad, p);
-    } else {
-      float* to = slot(item.share >> c.block_bits, quad);
-      __stcg(reinterpret_cast<float4*>(to), p.O);
-      __stcg(reinterpret_cast<float2*>(to + N * D - quad * 2), make_float2(p.m, p.l));
-    }
-  }
-
-  // The last cluster of the pair merges them all: block r what the blocks r have.
-  DEVICE void merge_clusters(int rows, int rank) {
+  DEVICE SeveralClusters<N, D> clusters() const {
     const int bits = c.block_bits;
-    __threadfence();  // this thread's parts are visible to all blocks before the block is counted
-    barrier_sync(COMPUTE, THREADS);
-    if (threadIdx.x == 0) {
-      int* counter = &c.a.counters[(item.pair << bits) + rank];
-      mem.last = atomicAdd(counter, 1) == (1 << c.cluster_bits) - 1;
-      if (mem.last) *counter = 0;  // for the next launch
-      __threadfence();             // the other clusters' parts are read after the count
-    }
-    barrier_sync(COMPUTE, THREADS);
-    if (!mem.last) return;
-    for (int quad = rank + (threadIdx.x << bits); quad < rows * (D / 4); quad += THREADS << bits) {
-      write(quad, merge_tree_of(c.cluster_bits, [&](int n) -> Part {
-              if (n >> c.cluster_bits) return {};
-              const float* from = slot(n, quad);
-              const float2 ml = __ldcg(reinterpret_cast<const float2*>(from + N * D - quad * 2));
-              return {ml.x, ml.y, __ldcg(reinterpret_cast<const float4*>(from))};
-            }));
-    }
+    return {c.a, item.pair, item.share >> bits, item.share & ((1 << bits) - 1), bits};
+  }
+  DEVICE void merge_clusters(int rows) {
+    clusters().merge(
+        mem.last, THREADS, rows * (D / 4), [] { barrier_sync(COMPUTE, THREADS); },
+        [&](int quad, const Part& p) { write(quad, p); });
   }
   DEVICE T* row_of_out(int row) const {
     return static_cast<T*>(c.a.out) + offset_of(c.a, c.a.out_strides, item.b, item.kv_head, item.row_0 + row);

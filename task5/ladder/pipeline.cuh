@@ -12,14 +12,21 @@
 #include "ptx.cuh"
 
 #ifdef __CUDACC__
-// A copy of what is read once: L2 drops it first.
-DEVICE void copy_once(void* to, const void* from, bool inside, uint64_t policy) {
+// An address in shared memory. ptxas of CUDA 13.0 must not know that lanes have a base in common: it would take that as
+// a second operand of a copy with a policy, and overwrite half of the policy with it.
+using SharedAddress = uint32_t;
+DEVICE SharedAddress shared_address_of_lane(void* place) {
+  return __shfl_sync(~0u, uint32_t(__cvta_generic_to_shared(place)), threadIdx.x % 32);
+}
+// A copy of what is read once: L2 drops it first. Zeros, and nothing is read, where `inside` is 0.
+DEVICE void copy_once(SharedAddress to, const void* from, unsigned inside, uint64_t policy) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-  cp_async<16>(to, from, inside);
+  cp_async<16>(__cvta_shared_to_generic(to), from, inside);
 #else
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(
-                   uint32_t(__cvta_generic_to_shared(to))),
-               "l"(from), "r"(inside ? 16 : 0), "l"(policy) : "memory");
+  asm volatile(
+      "{\n.reg .pred outside;\nsetp.eq.u32 outside, %2, 0;\n"
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, outside, %3;\n}" ::"r"(to),
+      "l"(from), "r"(inside), "l"(policy) : "memory");
 #endif
 }
 DEVICE uint64_t policy_once() {
@@ -36,8 +43,10 @@ DEVICE void compute_here(const X*& pointer) {
 }
 DEVICE void compute_here(int& x) { asm volatile("" : "+r"(x)); }
 #else
-DEVICE void copy_once(void* to, const void* from, bool inside, uint64_t, CUDA_ON_CPU_CALLER) {
-  cp_async<16>(to, from, inside, file, line);
+using SharedAddress = uintptr_t;
+DEVICE SharedAddress shared_address_of_lane(void* place) { return reinterpret_cast<SharedAddress>(place); }
+DEVICE void copy_once(SharedAddress to, const void* from, unsigned inside, uint64_t, CUDA_ON_CPU_CALLER) {
+  cp_async<16>(reinterpret_cast<void*>(to), from, inside != 0, file, line);
 }
 DEVICE uint64_t policy_once() { return 0; }
 template <typename X>
@@ -70,41 +79,57 @@ struct Loader {
   static constexpr int PIECE = 16 / sizeof(T), PIECES = Math::D / PIECE;  // a row is copied in pieces of 16 bytes
   static constexpr int LANES = PIECES < 32 ? PIECES : 32, AT_ONCE = 32 / LANES;  // rows that the warp copies at once
   static constexpr int GROUPS = (Math::KEYS + 15) / 16;  // 16 keys are never on two pages
-  static constexpr int ROWS = Math::KEYS / GROUPS;
+  static constexpr int ROWS = Math::KEYS / GROUPS, OF_LANE = ROWS / AT_ONCE;  // rows of a group; of a lane
   static constexpr int HELD = 32 / GROUPS;  // tiles whose places are in the warp's registers, where there are pages
-  static constexpr unsigned ALL = (1u << GROUPS) - 1;
-  static constexpr int NOWHERE = -PIECE;  // below 0, and aligned
+  static constexpr unsigned ALL = (1u << GROUPS) - 1, NOWHERE = ~0u;
+  // Tiles that are found before any may be loaded: with pages that takes longer than to load them.
+  static constexpr bool FINDS_AHEAD = PAGED && !Sharing::SEVERAL_SEGMENTS;
+  static constexpr int AHEAD = Shared<Math, Sharing>::STAGES - 1;
+
+  // Where a tile is: this lane's piece of each group's first row, that row's place among the keys that are seen by some
+  // row of q, and which of the lane's rows are.
+  struct Tile {
+    bool any;  // or there is none
+    const T *k[GROUPS], *v[GROUPS];
+    int place[GROUPS];
+    unsigned seen[GROUPS];  // bit i: row i * AT_ONCE behind the first
+    unsigned missing;       // bit n: group n is on no page
+  };
   Walk walk;
-  bool loading;
   uint64_t policy;
-  // The next tile: this lane's piece of each group's first rows; of these the place among the keys that some row sees,
-  // and how many such keys there are.
-  const T *k[GROUPS], *v[GROUPS];
-  int place[GROUPS], seen[GROUPS];
-  unsigned next_missing;     // bit n: group n is on no page
-  unsigned missing;          // the same of the stages: bits GROUPS * i and on of stage i
+  Tile first[FINDS_AHEAD ? AHEAD : 1], next;
+  unsigned missing;          // of the stages: bits GROUPS * i and on of stage i
   const T *k_head, *v_head;  // this lane's piece of the kv head's first rows
   int keys;                  // that some row sees
-  // With pages, each lane has the place of a group: of tiles `held` and on, from k_head and v_head on; NOWHERE on no
-  // page. And the number of a page, of the HELD tiles behind those.
-  int held, next;
-  int64_t k_of_lane, v_of_lane;
+  SharedAddress to;          // where, in the first stage, this lane's piece of the warp's first row goes
+  // With pages, each lane has the place of a group: of tiles `held` and on, in pieces from k_head and v_head on;
+  // NOWHERE on no page. And the number of a page, of the HELD tiles behind those.
+  int held, next_number;
+  unsigned k_of_lane, v_of_lane;
   const int* page;  // where the number of this lane's first page is
   int found, then;  // that number before and after the launch ahead of this one is complete
 
-  // Starts with the first tile of a share, if it has one. What it finds stays in registers.
-  DEVICE void start(const Decode& a, bool any) {
-    loading = any, missing = next_missing = 0;
+  // Finds the first tile of a share, if it has one, or the first tiles. They stay in registers.
+  DEVICE void start(const Decode& a, T* stages, bool any) {
+    const int lane = threadIdx.x % 32;
+    const int own = threadIdx.x / 32 * (Math::KEYS * Math::D) + Math::offset(lane / LANES, lane % LANES);
+    to = shared_address_of_lane(stages + own);
+    next.any = any, missing = next.missing = 0;
     if constexpr (PAGED) {
       held = walk.tile;
-      page = loading ? page_of(a, held) : nullptr;
+      page = any ? page_of(a, held) : nullptr;
       found = number(page);
       compute_here(page);
     }
     begin(a, PAGED ? found : 0);
+    find_here(next);
+    if constexpr (FINDS_AHEAD) {
 #pragma unroll
-    for (int n = 0; n < GROUPS; ++n)
-      compute_here(k[n]), compute_here(v[n]), compute_here(place[n]), compute_here(seen[n]);
+      for (int i = 0; i < AHEAD; ++i) {
+        if (i > 0) ++walk.tile, next.any = next.any && walk.tile < walk.end, go_a_tile_further(a), find_here(next);
+        first[i] = next;
+      }
+    }
   }
   // The numbers of the first tiles' pages as they are now, and whether they are what they were.
   DEVICE void read_again() {
@@ -113,53 +138,56 @@ struct Loader {
   DEVICE bool holds() const { return !PAGED || __all_sync(~0u, then == found); }
   DEVICE void find_next_pages(const Decode& a) {
     if constexpr (PAGED) {
-      if (loading) next = number(page_of(a, held + HELD));
+      if (next.any) next_number = number(page_of(a, held + HELD));
     }
   }
 
-  // Starts copying the next tile, if there is one, to stage `stage`; zeros for what no row sees. Keys and values are a
-  // group of copies each, in any case.
-  DEVICE void load(const Decode& a, T (*stages)[2][WARPS][Math::KEYS][Math::D], int stage) {
-    const int warp = threadIdx.x / 32;
-    if (loading) {
-      if (PAGED && (missing | next_missing))
-        missing = (missing & ~(ALL << GROUPS * stage)) | next_missing << GROUPS * stage;
-      const bool last = walk.tile + 1 == walk.end && !(Sharing::SEVERAL_SEGMENTS && walk.more());
-      if (last) begin_the_next_launch();
+  // Starts copying the first tiles to stages 0 and on.
+  DEVICE void load_first(const Decode& a) {
+    if constexpr (FINDS_AHEAD) {
+      if (is_last()) begin_the_next_launch();
 #pragma unroll
-      for (int n = 0; n < GROUPS; ++n)
-        copy(stages[stage][0][warp][n * ROWS], k[n], a.k_strides.row, place[n], seen[n]);
+      for (int i = 0; i < AHEAD; ++i) copy_tile(a, first[i], i);
+      if (next.any) move_on(a);
+    } else {
+#pragma unroll 1  // instructions that run once have to be fetched
+      for (int stage = 0; stage < AHEAD; ++stage) load(a, stage);
     }
-    cp_async_commit();
-    if (loading) {
-#pragma unroll
-      for (int n = 0; n < GROUPS; ++n)
-        copy(stages[stage][1][warp][n * ROWS], v[n], a.v_strides.row, place[n], seen[n]);
-      move_on(a);
-    }
-    cp_async_commit();
+  }
+  // Starts copying the next tile, if there is one, to stage `stage`.
+  DEVICE void load(const Decode& a, int stage) {
+    if (next.any && is_last()) begin_the_next_launch();
+    copy_tile(a, next, stage);
+    if (next.any) move_on(a);
   }
   // Whether all keys on the way have a page; bit n: keys 16 n to 16 n + 15 of a stage have.
   DEVICE bool all_exist() const { return !PAGED || !missing; }
   DEVICE unsigned existing(int stage) const { return PAGED ? ~missing >> GROUPS * stage : ~0u; }
 
-  // Has L2 fetch the next tile.
+  // Has L2 fetch the first tile.
   DEVICE void prefetch(const Decode& a) const {
     constexpr int LINE = 128, LINES = Math::D * sizeof(T) / LINE;  // of a row
     const int lane = threadIdx.x % 32;
+    const Tile& tile = FINDS_AHEAD ? first[0] : next;
 #pragma unroll
     for (int n = 0; n < GROUPS; ++n) {
 #pragma unroll
       for (int i = lane; i < ROWS * LINES; i += 32) {
         const int row = i / LINES - lane / LANES, column = i % LINES * (LINE / int(sizeof(T))) - lane % LANES * PIECE;
-        if (unsigned(place[n] + row) >= unsigned(seen[n])) continue;
-        prefetch_L2(k[n] + row * a.k_strides.row + column);
-        prefetch_L2(v[n] + row * a.v_strides.row + column);
+        if (!tile.seen[n] || unsigned(tile.place[n] + row) >= unsigned(keys)) continue;
+        prefetch_L2(tile.k[n] + row * a.k_strides.row + column);
+        prefetch_L2(tile.v[n] + row * a.v_strides.row + column);
       }
     }
   }
 
  private:
+  static DEVICE void find_here(Tile& tile) {
+#pragma unroll
+    for (int n = 0; n < GROUPS; ++n) compute_here(tile.k[n]), compute_here(tile.v[n]);
+  }
+  // Whether no tile comes behind `next`.
+  DEVICE bool is_last() const { return walk.tile + 1 >= walk.end && !(Sharing::SEVERAL_SEGMENTS && walk.more()); }
   DEVICE int key_of(const Decode& a, int tile, int group) const {
     return ((walk.s.first + tile) << a.tile_bits) + Sharing::first_key(Math::KEYS) + group * ROWS;
   }
@@ -177,65 +205,90 @@ struct Loader {
     k_head = static_cast<const T*>(a.k) + walk.kv_head * a.k_strides.head + row * a.k_strides.row + column;
     v_head = static_cast<const T*>(a.v) + walk.kv_head * a.v_strides.head + row * a.v_strides.row + column;
     keys = max(walk.s.len - walk.s.begin, 0);
+    if constexpr (PAGED) compute_here(k_head), compute_here(v_head), compute_here(keys);
 #pragma unroll
     for (int n = 0; n < GROUPS; ++n) {
       const int key = key_of(a, walk.tile, n);
-      place[n] = key + row - walk.s.begin, seen[n] = keys;
+      next.place[n] = key + row - walk.s.begin;
       if constexpr (!PAGED) {
-        k[n] = k_head + walk.b * a.k_strides.batch + key * a.k_strides.row;
-        v[n] = v_head + walk.b * a.v_strides.batch + key * a.v_strides.row;
+        next.k[n] = k_head + walk.b * a.k_strides.batch + key * a.k_strides.row;
+        next.v[n] = v_head + walk.b * a.v_strides.batch + key * a.v_strides.row;
       }
     }
-    if constexpr (PAGED) locate(a, number), find();
+    if constexpr (PAGED) locate(a, number);
+    find();
   }
   // Where this lane's group of tiles `held` and on is.
   DEVICE void locate(const Decode& a, int number) {
     const int lane = threadIdx.x % 32, row = a.page_size.remainder(key_of(a, held + lane / GROUPS, lane % GROUPS));
     const bool inside = unsigned(number) < unsigned(a.pages);
-    k_of_lane = inside ? number * a.k_strides.batch + row * a.k_strides.row : NOWHERE;
-    v_of_lane = inside ? number * a.v_strides.batch + row * a.v_strides.row : NOWHERE;
+    k_of_lane = inside ? (number * a.k_strides.batch + row * a.k_strides.row) / unsigned(PIECE) : NOWHERE;
+    v_of_lane = inside ? (number * a.v_strides.batch + row * a.v_strides.row) / unsigned(PIECE) : NOWHERE;
   }
   DEVICE void find() {
-    next_missing = 0;
+    next.missing = 0;
 #pragma unroll
     for (int n = 0; n < GROUPS; ++n) {
-      const int lane = (walk.tile - held) * GROUPS + n;
-      const int64_t from = __shfl_sync(~0u, k_of_lane, lane);
-      k[n] = k_head + from, v[n] = v_head + __shfl_sync(~0u, v_of_lane, lane);
-      seen[n] = from < 0 ? 0 : keys;
-      if (from < 0) next_missing |= 1u << n;
+      const int begin = ceil_div(min(max(-next.place[n], 0), ROWS), AT_ONCE);
+      const int end = ceil_div(min(max(keys - next.place[n], 0), ROWS), AT_ONCE);
+      next.seen[n] = ((1u << end) - 1) & (~0u << begin);
+      if constexpr (PAGED) {
+        const int lane = (walk.tile - held) * GROUPS + n;
+        const unsigned from = __shfl_sync(~0u, k_of_lane, lane);
+        next.k[n] = k_head + uint64_t(from) * PIECE;
+        next.v[n] = v_head + uint64_t(__shfl_sync(~0u, v_of_lane, lane)) * PIECE;
+        if (from == NOWHERE) next.seen[n] = 0, next.missing |= 1u << n;
+      }
     }
+  }
+  DEVICE void go_a_tile_further(const Decode& a) {
+    const int step = 1 << a.tile_bits;
+#pragma unroll
+    for (int n = 0; n < GROUPS; ++n) {
+      next.place[n] += step;
+      if constexpr (!PAGED) next.k[n] += step * a.k_strides.row, next.v[n] += step * a.v_strides.row;
+    }
+    find();
   }
   DEVICE void move_on(const Decode& a) {
     if (++walk.tile < walk.end) {
-      const int step = 1 << a.tile_bits;
-#pragma unroll
-      for (int n = 0; n < GROUPS; ++n) {
-        place[n] += step;
-        if constexpr (!PAGED) k[n] += step * a.k_strides.row, v[n] += step * a.v_strides.row;
-      }
-      if constexpr (PAGED) {
-        if (walk.tile - held == HELD) held = walk.tile, locate(a, next), find_next_pages(a);
-        find();
-      }
+      if (PAGED && walk.tile - held == HELD) held = walk.tile, locate(a, next_number), find_next_pages(a);
+      go_a_tile_further(a);
     } else if (Sharing::SEVERAL_SEGMENTS && walk.more()) {
       walk.next_segment(a);
       held = walk.tile;
       begin(a, PAGED ? number(page_of(a, held)) : 0);
       find_next_pages(a);
     } else {
-      loading = false;
+      next.any = false;
     }
   }
-  // Where nothing is copied the address is not read.
-  DEVICE void copy(T* to, const T* from, int64_t stride, int place, int seen) const {
-    const int lane = threadIdx.x % 32;
+  // Zeros for what no row sees. Keys and values are a group of copies each, in any case.
+  DEVICE void copy_tile(const Decode& a, const Tile& tile, int stage) {
+    if (tile.any) {
+      if (PAGED && (missing | tile.missing))
+        missing = (missing & ~(ALL << GROUPS * stage)) | tile.missing << GROUPS * stage;
 #pragma unroll
-    for (int i = 0; i < ROWS; i += AT_ONCE) {
+      for (int n = 0; n < GROUPS; ++n) copy(2 * stage, n, tile.k[n], a.k_strides.row, tile.seen[n]);
+    }
+    cp_async_commit();
+    if (tile.any) {
+#pragma unroll
+      for (int n = 0; n < GROUPS; ++n) copy(2 * stage + 1, n, tile.v[n], a.v_strides.row, tile.seen[n]);
+    }
+    cp_async_commit();
+  }
+  // To a half of a stage: keys, or values. Where nothing is copied the address is not read.
+  DEVICE void copy(int half, int group, const T* from, int64_t stride, unsigned seen) const {
+    constexpr int ROW = Math::D * sizeof(T);  // bytes
+    const SharedAddress start = to + (half * WARPS * Math::KEYS + group * ROWS) * ROW;
+#pragma unroll
+    for (int i = 0; i < OF_LANE; ++i) {
+      const int row = i * AT_ONCE, swizzle = (Math::offset(row, 0) - row * Math::D) * int(sizeof(T));
 #pragma unroll
       for (int piece = 0; piece < PIECES; piece += LANES)
-        copy_once(to + Math::offset(i + lane / LANES, piece + lane % LANES), from + i * stride + piece * PIECE,
-                  unsigned(place + i) < unsigned(seen), policy);
+        copy_once((start ^ swizzle) + row * ROW + piece * 16, from + row * stride + piece * PIECE, seen & 1u << i,
+                  policy);
     }
   }
 };
@@ -302,13 +355,14 @@ DEVICE void merge_warps(const Memory& mem, const float* O, int stride, int rows,
   }
 }
 
-// Two of a cluster's blocks are on an SM where that is said; ptxas would go on to more of them, which spill.
-template <typename Math, typename Sharing>
-constexpr int FEWEST_ON_AN_SM =
-    !Sharing::SEVERAL_SEGMENTS && WARPS == 4 && Math::D == 64 && sizeof(typename Math::T) == 2 ? 2 : 0;
+// Two of a cluster's blocks are on an SM, of eight warps one. Where that is not said, ptxas takes fewer registers, for
+// more of them, and has each value loaded just before it is used.
+template <typename Sharing>
+constexpr int FEWEST_ON_AN_SM = Sharing::SEVERAL_SEGMENTS ? 0 : WARPS == 4 ? 2
+                                                                           : 1;
 
 template <typename Math, typename Sharing, bool PAGED>
-__global__ void __launch_bounds__(THREADS, (FEWEST_ON_AN_SM<Math, Sharing>)) decode_kernel(Decode a) {
+__global__ void __launch_bounds__(THREADS, FEWEST_ON_AN_SM<Sharing>) decode_kernel(Decode a) {
   using T = typename Math::T;
   using Memory = Shared<Math, Sharing>;
   constexpr int D = Math::D, ROWS = Math::ROWS, KEYS = Math::KEYS, STAGES = Memory::STAGES;
@@ -331,20 +385,19 @@ __global__ void __launch_bounds__(THREADS, (FEWEST_ON_AN_SM<Math, Sharing>)) dec
     share.find(a, loader.walk);
     queries.find(a, loader.walk);
     walk = loader.walk;
-    loader.start(a, share.any(loader.walk));
+    loader.start(a, mem.KV[0][0][0][0], share.any(loader.walk));
     queries.find_here(), share.find_here();
     if (again) {
       cp_async_wait<0>();
     } else {
-      if (loader.loading) loader.prefetch(a);  // what was read may be old, but L2 is never wrong
+      if (share.any(walk)) loader.prefetch(a);  // what was read may be old, but L2 is never wrong
       wait_for_the_launch_before();
     }
     share.read_again(a);
     loader.read_again();
     queries.load();
     __syncwarp();  // the copies, and the page translations that they may wait for, come behind these loads
-#pragma unroll 1
-    for (int stage = 0; stage < STAGES - 1; ++stage) loader.load(a, mem.KV, stage);
+    loader.load_first(a);
     loader.find_next_pages(a);
     if (again || (share.holds() && loader.holds())) break;
   }
@@ -359,22 +412,24 @@ __global__ void __launch_bounds__(THREADS, (FEWEST_ON_AN_SM<Math, Sharing>)) dec
   // Tiles up to `end`, as one part.
   auto add_tiles = [&](int end) {
     math.start();
+    // Tiles between these keys are seen by all rows.
+    int from = walk.s.begin + (a.window ? a.q_len - 1 : 0), to = walk.s.len - a.q_len + 1 - KEYS;
+    compute_here(from), compute_here(to);
 #pragma unroll 1
     for (; walk.tile < end; ++walk.tile) {
       cp_async_wait<2 * STAGES - 3>();
       __syncwarp();  // K_j complete, and the stage that is loaded now has been read
       const int key_0 = ((walk.s.first + walk.tile) << a.tile_bits) + Sharing::first_key(KEYS);
       const unsigned exists = loader.existing(stage);
-      const bool all_seen = loader.all_exist() && key_0 + KEYS <= walk.s.len - a.q_len + 1 &&
-                            key_0 >= walk.s.begin + (a.window ? a.q_len - 1 : 0);
+      const bool all_seen = loader.all_exist() && key_0 >= from && key_0 <= to;
       math.scores(mem.Q[0], mem.KV[stage][0][warp][0]);
-      loader.load(a, mem.KV, stage == 0 ? STAGES - 1 : stage - 1);  // while the products are computed
+      loader.load(a, stage == 0 ? STAGES - 1 : stage - 1);  // while the products are computed
       if (!all_seen)
         math.mask({key_0, walk.s.begin, walk.s.len, a.q_len, a.window, walk.row_0 * ROWS, a.group, exists});
       math.softmax(scale);
       cp_async_wait<2 * STAGES - 2>();
       __syncwarp();  // V_j complete
-      math.add_values(mem.KV[stage][1][warp][0]);
+      math.add_values(mem.KV[stage][1][warp][0], mem.KV[stage][0][warp][0]);  // K_j has been read
       stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
     math.complete();
@@ -410,9 +465,9 @@ __global__ void __launch_bounds__(THREADS, (FEWEST_ON_AN_SM<Math, Sharing>)) dec
     share.meet();
     __syncthreads();  // the warps' parts complete
     merge_warps(mem, O, ROWS * D, rows, 0, D, [&](int row, int e, const Part& p) {
-      share.alone() ? write_out<T>(a, walk, row_0 + row, e, p) : share.put(mem.buffer, row, e, p);
+      share.template put<T>(a, walk, mem.buffer, row, e, p);
     });
-    if (!share.alone()) share.template merge_blocks<T>(a, walk, mem.buffer);
+    share.template merge_blocks<T>(a, walk, mem.buffer);
   } else {
 #pragma unroll 1
     while (true) {  // segments, and chunks of them

@@ -156,7 +156,7 @@ struct TensorCores : RowsOfProducts<(ROWS_ + 15) / 16, (ROWS_ < 16 ? 1 : 2), HEA
     }
   }
 
-  DEVICE void add_values(const T* V_j) {
+  DEVICE void add_values(const T* V_j, T*) {
     const int lane_0 = offset(lane() % 16, lane() / 16);
 #pragma unroll
     for (int n = 0; n < N; ++n) {

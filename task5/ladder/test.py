@@ -197,6 +197,42 @@ def test_pages_outside_of_the_pool_are_not_seen(rung, head_dim):
     assert torch.equal(none, torch.zeros_like(q))
 
 
+@of_gpus_hopper
+@pytest.mark.parametrize("rung", [3, 4, 6])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_blocks_that_are_no_cluster_share_a_pair(monkeypatch, rung, batch_invariant):
+    """As of long caches of few heads; the same bits as from a cluster, where a call is batch-invariant."""
+    torch.manual_seed(seed := new_seed())
+    dtype, head_dim = random.Random(seed).choice([(HALF, 64), (HALF, 128), (torch.float32, 128)])
+    q = torch.randn(2, 1, 4, head_dim, device=DEVICE).to(dtype)
+    k, v = (torch.randn(2, 9000, 1, head_dim, device=DEVICE).to(dtype) for _ in "kv")
+    given = dict(rung=rung, batch_invariant=batch_invariant)
+    given["seqlens_k"] = torch.tensor([9000, 77], dtype=torch.int32, device=DEVICE)
+    monkeypatch.setattr(call, "sms_of", lambda device: 64)
+    call._plan.cache_clear()
+    one = decode_attention(q, k, v, **given)
+    launch, slots = call.Kernels.launch, []
+
+    def watched(self, name, **arguments):
+        slots.append(arguments["slots"])
+        return launch(self, name, **arguments)
+
+    monkeypatch.setattr(call.Kernels, "launch", watched)
+    monkeypatch.setattr(call, "MANY_BYTES", 0)
+    monkeypatch.setattr(call, "MANY_BYTES_TO_COMPUTE", 0)
+    monkeypatch.setattr(call, "MANY_TILES", 100)
+    monkeypatch.setattr(call, "_of_a_cluster", lambda *_: 1)
+    call._plan.cache_clear()
+    several = [decode_attention(q, k, v, **given) for _ in range(2)]  # the counters are 0 again
+    call._plan.cache_clear()
+    assert min(slots) > 2
+    assert torch.equal(*several)
+    if batch_invariant:
+        assert torch.equal(several[0], one)
+    truth = decode_attention(q.float(), k.float(), v.float(), seqlens_k=given["seqlens_k"], rung=1)
+    assert (several[0] - truth).abs().max() < (1e-5 if dtype == torch.float32 else 2e-3)
+
+
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_sequences_of_many_pages(rung, head_dim):
@@ -209,7 +245,8 @@ def test_sequences_of_many_pages(rung, head_dim):
     for pool, t in zip(pools, (k, v), strict=True):
         pool[table.flatten().long()] = t.reshape(-1, 16, 2, head_dim)
     for window in (None, 2500):
-        given = dict(window=window, rung=rung)
+        # Without batch_invariant another rung may be the fastest for pages.
+        given = dict(window=window, rung=rung, batch_invariant=rung is None)
         given["seqlens_k"] = torch.tensor([4801 - 10, 605, 3300], dtype=torch.int32, device=DEVICE)
         assert torch.equal(
             decode_attention(q, *pools, block_table=table, **given),
@@ -359,6 +396,18 @@ def test_bad_input(change, message):
         decode_attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
 
 
+def test_a_pool_is_too_large(monkeypatch):
+    monkeypatch.setattr(call, "MAX_POOL", 3 * 16 * 2 * 64 * 2 - 1)
+    q, k = torch.zeros(1, 1, 2, 64, dtype=HALF), torch.zeros(4, 16, 2, 64, dtype=HALF)
+    table = torch.zeros(1, 2, dtype=torch.int32)
+    assert not decode_attention(q, k[:3], k[:3], block_table=table).any()
+    apart = torch.zeros(6, 16, 2, 64, dtype=HALF)[::2]
+    with pytest.raises(ValueError, match="pages of v must begin within .* bytes; got 20,224"):
+        decode_attention(q, k[:3], apart, block_table=table)
+    with pytest.raises(ValueError, match="pages of k must begin within 12,287 bytes; got 16,128"):
+        decode_attention(q, k, k, block_table=table)
+
+
 def test_of_gpus_rung_2_is_for_hopper(monkeypatch):
     monkeypatch.setattr(call, "is_hopper", lambda device: False)
     q = SimpleNamespace(is_cuda=True, device="cuda:0")
@@ -389,7 +438,6 @@ def h200(monkeypatch):
     def query(self, rung, name, blocks=None, tiles=None):
         answers = {"rows_of_a_pair": 8 if self.rows <= 8 else 32, "keys_of_a_tile": 64}
         answers |= {"shared_memory_bytes": 80 * 1024, "clusters_at_once": room.get(blocks)}
-        answers["floats_of_a_part"] = 1536
         return answers[name]
 
     monkeypatch.setattr(call, "is_hopper", lambda device: True)
@@ -417,14 +465,18 @@ def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
                             call._plan(h200(**shape), batch, kv_heads, kv_len, True, rung).chunks
                         )
             assert rungs <= {3, 4, 6} and len(leaves) == 1  # which have the same tree
-    for wide in (h200(dtype=2, head_dim=256), h200(dtype=2, rows=33)):
+    for wide, rung in (
+        (dict(head_dim=256), 4),
+        (dict(head_dim=256, rows=17), 5),
+        (dict(rows=33), 5),
+    ):
         chosen = {
-            call._fastest(wide, heads, kv_len, True, page_size)
+            call._fastest(h200(dtype=2, **wide), heads, kv_len, True, page_size)
             for heads in (1, 8, 500)
             for kv_len in (9, 99_999)
             for page_size in (None, 16)
         }
-        assert chosen == {KEYS_AS_ROWS}
+        assert chosen == {rung}
 
 
 @pytest.mark.parametrize(
@@ -436,7 +488,7 @@ def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
         (16, 8, 8192, 4, 128 * 2),  # two blocks an SM
         (16, 32, 1024, 4, 512),  # more pairs than fit
         (1, 1, 64, 4, 1),
-        (1, 8, 131072, 1, 264),  # one block an SM is too slow
+        (1, 8, 131072, EIGHT_WARPS, 8 * 16),  # a block on each SM, no clusters
     ],
 )
 def test_the_rung_of_float32(h200, batch, kv_heads, kv_len, rung, blocks):
@@ -450,7 +502,7 @@ def test_the_rung_of_float32(h200, batch, kv_heads, kv_len, rung, blocks):
     [
         (8, 1024, {}, 4),
         (8, 4096, {}, KEYS_AS_ROWS),
-        (8, 131072, {}, EIGHT_WARPS),
+        (8, 16384, {}, EIGHT_WARPS),
         (32, 1024, {}, EIGHT_WARPS),
         (64, 2048, {}, 4),
         (64, 8192, {}, EIGHT_WARPS),
@@ -458,8 +510,9 @@ def test_the_rung_of_float32(h200, batch, kv_heads, kv_len, rung, blocks):
         (512, 1024, {}, 3),
         (8, 4096, {"head_dim": 64}, 4),
         (8, 4096, {"rows": 32}, KEYS_AS_ROWS),
-        (16, 8191, {"head_dim": 256}, KEYS_AS_ROWS),
-        (16, 8192, {"head_dim": 256}, 1),
+        (32, 8192, {"head_dim": 256}, 4),
+        (133, 8192, {"head_dim": 256}, 1),
+        (8, 4096, {"head_dim": 256, "rows": 32}, KEYS_AS_ROWS),
     ],
 )
 def test_the_rung_of_16_bits(h200, heads, kv_len, shape, rung):

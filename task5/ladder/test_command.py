@@ -375,7 +375,7 @@ def on_gpu(ladder, monkeypatch):
         "device_of": lambda _: torch.device("cuda", 0),
         "_build": lambda options: list(RUNGS),
         "_check": lambda options: True,
-        "_provenance": lambda options: run("2026-05-05"),
+        "_provenance": lambda options, sources=command.SOURCES: run("2026-05-05"),
         "reference": lambda: type("Chip", (), {"read_gb_per_s": 4380.0}),
         "time_shape": lambda shape, sides, seed: Measured(
             {s: t for s, t in made_up.shapes[shape.key].times.items() if s in sides}

@@ -17,6 +17,7 @@
 #endif
 #include <utility>
 
+#include "../../task5/ladder/count.cuh"
 #include "attention.cuh"
 #include "stream.cuh"
 
@@ -113,12 +114,6 @@ DEVICE void add_release(int* to, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
-DEVICE int add_acquire_release(int* to, int value) {
-  int before;
-  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(value) : "memory");
-  return before;
-}
-
 DEVICE int64_t cycles() { return clock64(); }
 #else
 DEVICE int load_acquire(const int* from) {
@@ -128,12 +123,6 @@ DEVICE int load_acquire(const int* from) {
   return value;
 }
 DEVICE void add_release(int* to, int value) { __threadfence(), atomicAdd(to, value); }
-DEVICE int add_acquire_release(int* to, int value) {
-  __threadfence();
-  const int before = atomicAdd(to, value);
-  __threadfence();
-  return before;
-}
 DEVICE int64_t cycles() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 #endif
 
