@@ -1,10 +1,11 @@
 // Rung 3. The blocks that share a pair are a cluster, and send their parts to each other's shared memory.
 // architectures: sm_90a cpu
 //
-//   grid   (blocks of a cluster, pairs of a sequence, batch)
+//   grid   (blocks of a pair, pairs of a sequence, batch)
 //
-// Compared with rung 2, no part goes through global memory, no block is counted, and a block has one segment: its code
-// is less than half as long. Where a launch takes 4 microseconds, fetching instructions is a good part of them.
+// Compared with rung 2, no part goes through global memory and no block is counted, but for long caches of few pairs;
+// and a block has one segment: its code is less than half as long. Where a launch takes 4 microseconds, fetching
+// instructions is a good part of them.
 constexpr int WARPS = 4, KV_BYTES = 64 * 1024;
 #include "dependent_launch.cuh"
 

@@ -32,13 +32,15 @@ RUNGS = tuple(_KERNELS)
 CLUSTERS = (3, 4, 5, 6)  # of the rungs
 KEYS_AS_ROWS = 5  # for 16 bits
 EIGHT_WARPS = 6  # for head_dim up to 128
-MOST_BLOCKS = 16  # of a cluster
-WARPS = 4  # of a block; batch-invariant, each warp of a sequence alone has a leaf of the tree
-MOST_CLUSTERS = 8  # of a pair
+MOST_BLOCKS = 16  # of a cluster; of a pair, where its blocks are no cluster
+WARPS = 4  # of a block; rung 6 has twice as many
+MOST_CLUSTERS = 8  # of a pair, in rung 5
 MANY_KEYS = 512  # of a block of rung 5, so that more clusters pay
-# Bytes of K and V, so that they do in other rungs: where the memory decides, and where a block has too much to compute.
-MANY_BYTES, MANY_BYTES_TO_COMPUTE = 400e6, 100e6
-MANY_TILES = 8192  # of a warp, that a sequence has so that it is cut into all leaves and not into half of them
+# Bytes of K and V from which blocks without clusters are faster in rungs 3, 4 and 6: memory-bound, compute-bound.
+LONG_BYTES, LONG_BYTES_COMPUTE_BOUND = 400e6, 100e6
+TILES_OF_A_LEAF = (
+    64  # as in bits_of_leaves() of cluster.cuh: with fewer, half of the leaves are used
+)
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see _fastest()
 LONG_BOX = 64  # keys of a page: of fewer, rung 5's copies are too small
 ROWS = 16  # of q that read a kv head at once, without another rung's being faster
@@ -65,7 +67,8 @@ def decode_attention(
         q: ``(batch, q_len, heads, head_dim)``, float32, float16 or bfloat16, head_dim 64, 128 or 256, at most 16
             tokens. Token i sees the keys up to ``seqlens_k[b] - q_len + i``.
         k, v: ``(batch, max_seq, kv_heads, head_dim)``; with ``block_table`` the pages of all sequences,
-            ``(pages, page_size, kv_heads, head_dim)``, page_size a multiple of 16 up to 256. kv_heads divides heads.
+            ``(pages, page_size, kv_heads, head_dim)``, page_size a multiple of 16 up to 256, all of them within 64
+            GiB. kv_heads divides heads.
         scale: factor of the scores, above 0; ``1 / sqrt(head_dim)`` if None.
         seqlens_k: int32 ``(batch,)`` on q's device, keys of each sequence, the new tokens' included; all for which
             there is room if None, and where a length is larger. A negative one counts as 0.
@@ -143,7 +146,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> tuple
             span = sum((n - 1) * step for n, step in steps) * pool.element_size()
             if span >= MAX_POOL:
                 raise ValueError(
-                    f"pages of {name} must begin within {MAX_POOL:,} bytes; got {span:,}"
+                    f"pages of {name} must begin within {MAX_POOL:,} bytes of the first; got {span:,}"
                 )
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim must be 64, 128 or 256; got {head_dim}")
@@ -225,8 +228,8 @@ class _Call(NamedTuple):
         return 4 if self.dtype == dtype_code(torch.float32) else 2
 
     @property
-    def computes_much(self) -> bool:
-        """Whether half of the SMs take longer to compute than the memory to bring the keys."""
+    def compute_bound(self) -> bool:
+        """Whether half of the SMs need longer to compute than the memory to deliver the keys."""
         return self.item_size == 4 or self.head_dim == 256
 
     def query(self, rung: int, name: str, **arguments: int) -> int:
@@ -294,15 +297,16 @@ def _plan(
         warps, most = 2 * WARPS if rung == EIGHT_WARPS else WARPS, MOST_BLOCKS
         if batch_invariant:
             leaves = _leaves(call, rung, kv_heads)
-            long = kv_len >= MANY_TILES * (call.query(rung, "keys_of_a_tile") // warps)
+            keys = call.query(rung, "keys_of_a_tile") // warps  # of a warp's tile
+            long = kv_len >= TILES_OF_A_LEAF * leaves * keys
             most = max(1, min(most, leaves // (warps if long else 2 * warps)))
         of_a_cluster, clusters = _of_a_cluster(call, rung, kv_heads, batch, kv_len, most), 1
-        many = MANY_BYTES_TO_COMPUTE if call.computes_much else MANY_BYTES
-        if 2 * batch * kv_heads * kv_len * call.head_dim * call.item_size >= many:
-            # Of clusters not as many fit as there are SMs: then blocks are better without.
-            apart = 1 << max(1, min(most, sms_of(call.device) // pairs)).bit_length() - 1
-            if apart > of_a_cluster:
-                of_a_cluster, clusters = 1, apart
+        long_bytes = LONG_BYTES_COMPUTE_BOUND if call.compute_bound else LONG_BYTES
+        if 2 * batch * kv_heads * kv_len * call.head_dim * call.item_size >= long_bytes:
+            # Clusters leave SMs idle that single blocks use.
+            single = 1 << max(1, min(most, sms_of(call.device) // pairs)).bit_length() - 1
+            if single > of_a_cluster:
+                of_a_cluster, clusters = 1, single
         return _in_clusters(call, rung, pairs, of_a_cluster, clusters, leaves)
     tall = call.query(rung, "rows_of_a_pair")
     pairs, room = _pairs(call, rung, kv_heads), _blocks(call, rung)

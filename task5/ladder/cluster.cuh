@@ -2,10 +2,10 @@
 // Hopper and later.
 //
 // The keys of a pair are cut into the leaves of a tree. Each warp has one, or several that are neighbours, and merges
-// its own as it goes; then a block merges its warps', and the cluster its blocks'. Long caches of few pairs have several
-// clusters for each pair, as clusters that have an SM for each block do not fill all of them; these merge in the end. A
-// batch-invariant call has as many leaves as a sequence alone has warps: the tree is the same however many warps share
-// it.
+// its own as it goes; then a block merges its warps', and the cluster its blocks'. Long caches of few pairs have single
+// blocks instead of a cluster, since clusters do not fill all SMs: the last of a pair's blocks merges their parts, from
+// global memory. In a batch-invariant call the number of leaves follows from the sequence's length, so the tree is the
+// same however many warps share it.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -31,7 +31,7 @@ struct Cluster {
     float4 O[ROWS * D / 4];  // [block][quads of this block]
     float2 ml[MOST_BLOCKS][ROWS];
     uint64_t received;  // counts what is sent here
-    bool last;          // of the pair's clusters
+    bool last;          // this block is the last of its pair
   };
   int rank, bits;              // 1 << bits blocks
   int first, last, leaf_bits;  // this warp's leaves [first, last) of 1 << leaf_bits
@@ -103,11 +103,11 @@ struct Cluster {
   // Of a warp.
   static int64_t most_tiles(const Decode& a, int blocks) {
     const int tiles = ceil_div(a.kv_len, 1 << a.tile_bits), warps = blocks / (a.batch * pairs_of(a)) * WARPS;
-    return max(ceil_div(tiles, warps), a.chunks ? 8 : 1);  // of fewer leaves than warps each has eight tiles at most
+    return max(ceil_div(tiles, warps), a.chunks ? 8 : 1);  // fewer leaves than warps: of eight tiles, or long
   }
   static cudaError_t launch(void (*kernel)(Decode), Decode a, int blocks, int bytes, cudaStream_t stream) {
     const int pairs = pairs_of(a), of_a_pair = blocks / (a.batch * pairs);
-    while (a.batch * pairs << (a.cluster_bits + 1) <= a.slots) ++a.cluster_bits;
+    while (int64_t(a.batch) * pairs << (a.cluster_bits + 1) <= a.slots) ++a.cluster_bits;
     const int of_a_cluster = of_a_pair >> a.cluster_bits;
     if (of_a_cluster > 8) {
       cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);

@@ -1,4 +1,4 @@
-// Counting blocks: what those wrote that were counted before is visible to who counts.
+// A block that counts itself sees what blocks that were counted before it have written.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -9,7 +9,7 @@ __device__ __forceinline__ int add_acquire_release(int* to, int value) {
   return before;
 }
 #else
-inline int add_acquire_release(int* to, int value, CUDA_ON_CPU_CALLER) {
+inline int add_acquire_release(int* to, int value) {
   __threadfence();
   const int before = atomicAdd(to, value);
   __threadfence();

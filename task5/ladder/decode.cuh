@@ -54,8 +54,8 @@ struct Decode {
   int cluster_bits = 0;  // 1 << cluster_bits clusters share a pair
   float scale;
   float* partial;  // [slot][rows of a pair][head_dim], and behind all of them m, l: [slot][rows of a pair][2]
-  int64_t slots;
-  int* counters;  // [batch * kv_heads * row_tiles], 0 between launches
+  int64_t slots;  // in rungs 3 to 6, where several clusters share a pair, that of all pairs: see several_clusters.cuh
+  int* counters;  // [batch * kv_heads * row_tiles], there times the blocks of a cluster; 0 between launches
 
   DEVICE int pairs() const { return kv_heads * int(row_tiles.d); }  // of a sequence
 };

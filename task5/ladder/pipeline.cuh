@@ -18,7 +18,7 @@ using SharedAddress = uint32_t;
 DEVICE SharedAddress shared_address_of_lane(void* place) {
   return __shfl_sync(~0u, uint32_t(__cvta_generic_to_shared(place)), threadIdx.x % 32);
 }
-// A copy of what is read once: L2 drops it first. Zeros, and nothing is read, where `inside` is 0.
+// A copy of what is read once: L2 drops it first. Writes zeros and reads nothing where `inside` is 0.
 DEVICE void copy_once(SharedAddress to, const void* from, unsigned inside, uint64_t policy) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   cp_async<16>(__cvta_shared_to_generic(to), from, inside);
@@ -82,7 +82,7 @@ struct Loader {
   static constexpr int ROWS = Math::KEYS / GROUPS, OF_LANE = ROWS / AT_ONCE;  // rows of a group; of a lane
   static constexpr int HELD = 32 / GROUPS;  // tiles whose places are in the warp's registers, where there are pages
   static constexpr unsigned ALL = (1u << GROUPS) - 1, NOWHERE = ~0u;
-  // Tiles that are found before any may be loaded: with pages that takes longer than to load them.
+  // The first tiles are found before the wait: with pages, to find a tile takes longer than to load it.
   static constexpr bool FINDS_AHEAD = PAGED && !Sharing::SEVERAL_SEGMENTS;
   static constexpr int AHEAD = Shared<Math, Sharing>::STAGES - 1;
 
@@ -355,8 +355,8 @@ DEVICE void merge_warps(const Memory& mem, const float* O, int stride, int rows,
   }
 }
 
-// Two of a cluster's blocks are on an SM, of eight warps one. Where that is not said, ptxas takes fewer registers, for
-// more of them, and has each value loaded just before it is used.
+// At least so many blocks on an SM. Without it ptxas saves registers for a third one, and has each value loaded just
+// before it is used.
 template <typename Sharing>
 constexpr int FEWEST_ON_AN_SM = Sharing::SEVERAL_SEGMENTS ? 0 : WARPS == 4 ? 2
                                                                            : 1;
@@ -412,7 +412,7 @@ __global__ void __launch_bounds__(THREADS, FEWEST_ON_AN_SM<Sharing>) decode_kern
   // Tiles up to `end`, as one part.
   auto add_tiles = [&](int end) {
     math.start();
-    // Tiles between these keys are seen by all rows.
+    // All rows see all of a tile that begins at one of these keys.
     int from = walk.s.begin + (a.window ? a.q_len - 1 : 0), to = walk.s.len - a.q_len + 1 - KEYS;
     compute_here(from), compute_here(to);
 #pragma unroll 1

@@ -1,5 +1,5 @@
-// A pair whose keys several clusters share: their parts go through global memory, and the last of them to come merges
-// them. Each block of a cluster has some quads (four columns of a row) of the cluster's part, and is counted by itself.
+// A pair whose keys several clusters share, or single blocks: their parts go through global memory, and the last one to
+// finish merges them. Block r of each cluster has the same quads (four columns of a row), and a counter of its own.
 #pragma once
 #include "count.cuh"
 #include "decode.cuh"

@@ -210,7 +210,6 @@ def test_blocks_that_are_no_cluster_share_a_pair(monkeypatch, rung, batch_invari
     given["seqlens_k"] = torch.tensor([9000, 77], dtype=torch.int32, device=DEVICE)
     monkeypatch.setattr(call, "sms_of", lambda device: 64)
     call._plan.cache_clear()
-    one = decode_attention(q, k, v, **given)
     launch, slots = call.Kernels.launch, []
 
     def watched(self, name, **arguments):
@@ -218,9 +217,10 @@ def test_blocks_that_are_no_cluster_share_a_pair(monkeypatch, rung, batch_invari
         return launch(self, name, **arguments)
 
     monkeypatch.setattr(call.Kernels, "launch", watched)
-    monkeypatch.setattr(call, "MANY_BYTES", 0)
-    monkeypatch.setattr(call, "MANY_BYTES_TO_COMPUTE", 0)
-    monkeypatch.setattr(call, "MANY_TILES", 100)
+    one = decode_attention(q, k, v, **given)
+    assert slots.pop() == 0
+    monkeypatch.setattr(call, "LONG_BYTES", 0)
+    monkeypatch.setattr(call, "LONG_BYTES_COMPUTE_BOUND", 0)
     monkeypatch.setattr(call, "_of_a_cluster", lambda *_: 1)
     call._plan.cache_clear()
     several = [decode_attention(q, k, v, **given) for _ in range(2)]  # the counters are 0 again
@@ -231,6 +231,26 @@ def test_blocks_that_are_no_cluster_share_a_pair(monkeypatch, rung, batch_invari
         assert torch.equal(several[0], one)
     truth = decode_attention(q.float(), k.float(), v.float(), seqlens_k=given["seqlens_k"], rung=1)
     assert (several[0] - truth).abs().max() < (1e-5 if dtype == torch.float32 else 2e-3)
+
+
+@of_gpus_hopper
+@pytest.mark.parametrize("rung", [3, 4, 6])
+def test_the_most_leaves(monkeypatch, rung):
+    """A long sequence is cut into twice as many; one block's warps then have 16 or 32 of them."""
+    torch.manual_seed(new_seed())
+    q, k, v = (
+        torch.randn(1, n, h, 128, device=DEVICE) for n, h in ((1, 4), (70_000, 1), (70_000, 1))
+    )
+    results = []
+    for bytes_, of_a_cluster in ((math.inf, 1), (0, 1), (math.inf, 4)):
+        monkeypatch.setattr(call, "sms_of", lambda device: 64)
+        monkeypatch.setattr(call, "LONG_BYTES_COMPUTE_BOUND", bytes_)
+        monkeypatch.setattr(call, "_of_a_cluster", lambda *_, blocks=of_a_cluster: blocks)
+        call._plan.cache_clear()
+        results.append(decode_attention(q, k, v, batch_invariant=True, rung=rung))
+    call._plan.cache_clear()
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert (results[0] - decode_attention(q, k, v, rung=1)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -402,9 +422,13 @@ def test_a_pool_is_too_large(monkeypatch):
     table = torch.zeros(1, 2, dtype=torch.int32)
     assert not decode_attention(q, k[:3], k[:3], block_table=table).any()
     apart = torch.zeros(6, 16, 2, 64, dtype=HALF)[::2]
-    with pytest.raises(ValueError, match="pages of v must begin within .* bytes; got 20,224"):
+    with pytest.raises(
+        ValueError, match="pages of v must begin within .* bytes of the first; got 20,224"
+    ):
         decode_attention(q, k[:3], apart, block_table=table)
-    with pytest.raises(ValueError, match="pages of k must begin within 12,287 bytes; got 16,128"):
+    with pytest.raises(
+        ValueError, match="pages of k must begin within 12,287 bytes of the first; got 16,128"
+    ):
         decode_attention(q, k, k, block_table=table)
 
 
@@ -433,11 +457,15 @@ def test_rung_6_is_for_head_dims_up_to_128():
 def h200(monkeypatch):
     """What a plan asks of a GPU, answered as by an H200."""
     gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=228 * 1024)
-    room = {1: 396, 2: 198, 4: 92, 8: 45, 16: 21}
+    room, of_eight_warps = (
+        {1: 396, 2: 198, 4: 92, 8: 45, 16: 21},
+        {1: 132, 2: 66, 4: 30, 8: 15, 16: 7},
+    )
 
     def query(self, rung, name, blocks=None, tiles=None):
+        fit = (of_eight_warps if rung == EIGHT_WARPS else room).get(blocks)
         answers = {"rows_of_a_pair": 8 if self.rows <= 8 else 32, "keys_of_a_tile": 64}
-        answers |= {"shared_memory_bytes": 80 * 1024, "clusters_at_once": room.get(blocks)}
+        answers |= {"shared_memory_bytes": 80 * 1024, "clusters_at_once": fit}
         return answers[name]
 
     monkeypatch.setattr(call, "is_hopper", lambda device: True)
@@ -493,7 +521,9 @@ def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
 )
 def test_the_rung_of_float32(h200, batch, kv_heads, kv_len, rung, blocks):
     assert call._fastest(h200(), batch * kv_heads, kv_len, False, None) == rung
-    assert call._plan(h200(), batch, kv_heads, kv_len, False, rung).blocks == blocks
+    plan = call._plan(h200(), batch, kv_heads, kv_len, False, rung)
+    assert plan.blocks == blocks
+    assert plan.slots == (blocks if kv_len == 131072 else 0)  # the blocks of a pair are no cluster
     assert call._fastest(h200(head_dim=256), batch * kv_heads, kv_len, False, None) == 1
 
 
