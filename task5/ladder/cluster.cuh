@@ -35,7 +35,6 @@ struct Cluster {
   };
   int rank, bits;              // 1 << bits blocks
   int first, last, leaf_bits;  // this warp's leaves [first, last) of 1 << leaf_bits
-  Lengths of_sequence;
   int2 known, now;  // the sequence's lengths, before and after the launch ahead of this one is complete
 
   template <typename Buffer>
@@ -53,8 +52,7 @@ struct Cluster {
   DEVICE void find(const Decode& a, Walk& w) {
     w.b = blockIdx.z;
     w.at(a, blockIdx.y);
-    of_sequence = Lengths(a, w.b);
-    known = of_sequence.read(a);
+    known = lengths(a, w.b);
     w.s = sequence(a, known);
     const int warps = bits + a.cluster_bits + WARP_BITS, warp = (blockIdx.x << WARP_BITS) + threadIdx.x / 32;
     leaf_bits = a.chunks ? bits_of_leaves(31 - __clz(a.chunks), 31 - __clz(w.s.tiles)) : warps;
@@ -66,8 +64,7 @@ struct Cluster {
   DEVICE int end_of_leaf(const Walk& w, int i) const { return w.s.tiles * (first + i + 1) >> leaf_bits; }
   DEVICE bool any(const Walk& w) const { return w.tile < w.end; }
   DEVICE bool takes_part() const { return true; }
-  DEVICE void find_here() { compute_here(of_sequence.k), compute_here(of_sequence.leftpad); }
-  DEVICE void read_again(const Decode& a) { now = of_sequence.read(a); }
+  DEVICE void read_again(const Decode& a) { now = lengths(a, blockIdx.z); }
   DEVICE static bool can_be_found_early(const Decode&) { return true; }
   DEVICE bool holds() const { return now.x == known.x && now.y == known.y; }
   DEVICE void meet() const { wait_for_cluster(); }  // all blocks of the cluster have started

@@ -66,17 +66,11 @@ struct Sequence {
   int first, tiles;  // tiles [first, first + tiles) have them; one that sees nothing if there are none
 };
 
-// Where the device holds a sequence's lengths, and what it holds. __ldcg: past L1, as the launch before this one may
-// have written them after this one has read them already.
-struct Lengths {
-  const int *k, *leftpad;
-
-  DEVICE Lengths() {}
-  DEVICE Lengths(const Decode& a, int b)
-      : k(a.seqlens_k ? a.seqlens_k + b : nullptr), leftpad(a.leftpad_k ? a.leftpad_k + b : nullptr) {}
-  DEVICE int2 read(const Decode& a) const { return make_int2(k ? __ldcg(k) : a.kv_len, leftpad ? __ldcg(leftpad) : 0); }
-};
-DEVICE int2 lengths(const Decode& a, int b) { return Lengths(a, b).read(a); }
+// A sequence's lengths as the device holds them. __ldcg: past L1, as the launch before this one may have written them
+// after this one has read them already.
+DEVICE int2 lengths(const Decode& a, int b) {
+  return make_int2(a.seqlens_k ? __ldcg(a.seqlens_k + b) : a.kv_len, a.leftpad_k ? __ldcg(a.leftpad_k + b) : 0);
+}
 
 DEVICE Sequence sequence(const Decode& a, int2 lengths) {
   Sequence s;

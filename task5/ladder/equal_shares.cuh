@@ -61,7 +61,6 @@ struct EqualShares {
   DEVICE bool holds() const { return __all_sync(~0u, now.x == known.x && now.y == known.y); }
   template <typename Buffer>
   DEVICE void start(const Decode&, Buffer&) {}
-  DEVICE void find_here() const {}
   DEVICE void read_again(const Decode& a) { now = lengths_of_lane(a); }
 
   // A part, written by the block that has it and read by the one that merges.

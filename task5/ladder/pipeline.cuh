@@ -386,7 +386,7 @@ __global__ void __launch_bounds__(THREADS, FEWEST_ON_AN_SM<Sharing>) decode_kern
     queries.find(a, loader.walk);
     walk = loader.walk;
     loader.start(a, mem.KV[0][0][0][0], share.any(loader.walk));
-    queries.find_here(), share.find_here();
+    queries.find_here();
     if (again) {
       cp_async_wait<0>();
     } else {

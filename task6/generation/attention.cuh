@@ -20,9 +20,9 @@ struct Parts {
 template <typename T>
 struct Newest {
   const T *q, *k, *v;      // (heads, D), (D), (D)
-  const float *cos, *sin;  // (D / 2), of its position; or null
+  const float *cos, *sin;  // (D / 2), of its position
   int heads;
-  bool own;  // whether it is among this block's keys
+  bool own, rotated;  // whether it is among this block's keys; whether there are cos and sin
 };
 
 // 16 bytes of a tile, whose rows of 128 bytes are swizzled.
@@ -86,7 +86,7 @@ struct TensorCoreAttention {
 #pragma unroll
     for (int e = 0; e < COLUMNS / 8; ++e)
       v[e].bits = own ? *reinterpret_cast<const uint32_t*>(newest.v + first_column() + 8 * e + 2 * t()) : 0;
-    if (newest.cos) rotate(q, k, newest);
+    if (newest.rotated) rotate(q, k, newest);
 
     float S = 0.0f;  // the newest key comes first
 #pragma unroll
@@ -221,7 +221,7 @@ struct CudaCoreAttention {
     }
     load(k, newest.k + column()), load(other_k, newest.k + column() + other);
     if (own) load(v, newest.v + column());
-    if (newest.cos) {
+    if (newest.rotated) {
       load(cos, newest.cos + column() % (D / 2)), load(sin, newest.sin + column() % (D / 2));
 #pragma unroll
       for (int h = 0; h < MOST_HEADS; ++h) rotate(q[h], other_q[h], cos, sin, left);

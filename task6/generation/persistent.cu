@@ -232,7 +232,7 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
     const int64_t angles = int64_t(item.len - 1) * (D / 2);
     const bool newest = item.end == item.len;
     AttentionOf<T, D> attention(
-        {heads + item.head * D, k, v, m.cos ? m.cos + angles : nullptr, m.sin + angles, item.heads, newest},
+        {heads + item.head * D, k, v, m.cos + angles, m.sin + angles, item.heads, newest, m.cos != nullptr},
         m.scale * 1.44269504f, mem.parts);  // log2(e)
 #pragma unroll 1
     for (int first = item.begin; first < item.end; first += KEYS<T, D>) {
