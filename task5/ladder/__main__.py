@@ -30,8 +30,12 @@ SOURCES = (
 )
 # Of a chunk of a prompt: its kernel, task 4's ladder, and what chooses between them.
 PREFILL_SOURCES = (
-    *(f"task5/ladder/{name}" for name in ("chunk.cu", "chunk.py", "cluster_memory.cuh")),
-    *(f"task5/ladder/{name}.cuh" for name in ("dependent_launch", "tensor_map")),
+    "task5/ladder/chunk.cu",
+    "task5/ladder/chunk.py",
+    *(
+        f"task5/ladder/{name}.cuh"
+        for name in ("cluster_memory", "count", "dependent_launch", "tensor_map")
+    ),
     "task4/prefill.py",
     "task4/ladder/*.cu",
     "task4/ladder/*.cuh",

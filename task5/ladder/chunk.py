@@ -22,11 +22,14 @@ from task5.ladder.call import (
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128)
 ROWS, KEYS = 128, 128  # of a tile: B_r, B_c
-SPLITS = (1, 2, 4, 8)  # of a tile's keys in a cluster
+FEW = 64  # rows of a tile whose keys the consumers of a block share
+SPLITS = (1, 2, 3, 4, 5, 6, 8)  # of a tile's keys in a cluster
 MOST_CLUSTERS = 16  # of a tile
 # In the time that a block takes for KEYS keys: a launch with its first loads and the merging in clusters; several
 # clusters' merging, and each of their parts.
-OVERHEAD, MERGING, PART = 4, 2, 2
+OVERHEAD, MERGING, PART = 3, 6, 1
+# The same keys with few rows: computed by a block; and delivered by the memory, where all SMs ask for others.
+COMPUTED, DELIVERED = 0.7, 0.8
 LADDER = 0.86  # of a block of task 4's ladder for KEYS keys
 _KERNELS = Kernels(__file__, "chunk.cu")  # of GPUs, for Hopper
 
@@ -47,8 +50,8 @@ def chunk_attention(
         k, v: ``(batch, kv_len, kv_heads, head_dim)``; kv_heads divides heads, at most 128 heads for a kv head.
         causal: query i sees the keys ``j <= i + kv_len - q_len``.
         scale: factor of the scores, above 0; ``1 / sqrt(head_dim)`` if None.
-        split: how many blocks of a cluster share the keys of a tile, 1, 2, 4 or 8, and how many clusters, 1 to 16;
-            what should be fastest if None.
+        split: how many blocks of a cluster share the keys of a tile, 1 to 6 or 8, and how many clusters, 1 to 16; what
+            should be fastest if None.
 
     Returns:
         ``(batch, q_len, heads, head_dim)``, contiguous, q's dtype. A query that sees no key gives 0.
@@ -84,7 +87,10 @@ def chunk_attention(
             f" {batch:,} and {q_len:,} queries of {heads} heads on {kv_heads} kv heads"
         )
     tiles = _tiles(q_len, heads, kv_heads) * batch
-    splits, clusters = split or best_split(tiles, -(-kv_len // KEYS), sms_of(q.device))
+    if split is None:
+        few = q_len * heads // kv_heads <= FEW
+        split = best_split(tiles, -(-kv_len // KEYS), few, _at_once(q.device))
+    splits, clusters = split
     partial, counters = None, None
     if clusters > 1:
         floats = tiles * clusters * ROWS * (head_dim + 2)
@@ -117,7 +123,10 @@ def faster_than_the_ladder(q: Tensor, k: Tensor, v: Tensor) -> bool:
     batch, q_len, heads, _ = q.shape
     if not _fits(batch, q_len, heads, k.shape[2]):
         return False
-    return _is_faster(batch, q_len, heads, k.shape[2], k.shape[1], sms_of(q.device))
+    shape = (batch, q_len, heads, k.shape[2], k.shape[1])
+    if not _is_faster(*shape, _all_fit(sms_of(q.device))):
+        return False  # chunk.cu does not have to be built to say so
+    return _is_faster(*shape, _at_once(q.device))
 
 
 def _tiles(q_len: int, heads: int, kv_heads: int) -> int:
@@ -130,31 +139,53 @@ def _fits(batch: int, q_len: int, heads: int, kv_heads: int) -> bool:
     return max(batch, _tiles(q_len, heads, kv_heads)) <= MAX_BATCH
 
 
+AtOnce = tuple[int, ...]  # clusters that the GPU holds at once, by SPLITS
+
+
+@functools.lru_cache
+def _at_once(device: torch.device) -> AtOnce:
+    if device.type == "cpu":
+        return _all_fit(sms_of(device))
+    return tuple(_KERNELS.query("clusters_at_once", device, splits=splits) for splits in SPLITS)
+
+
+def _all_fit(sms: int) -> AtOnce:
+    """If no SM were left over. Clusters are of neighbours, and some are."""
+    return tuple(sms // splits for splits in SPLITS)
+
+
 @functools.lru_cache(maxsize=1024)
-def _is_faster(batch: int, q_len: int, heads: int, kv_heads: int, kv_len: int, sms: int) -> bool:
+def _is_faster(
+    batch: int, q_len: int, heads: int, kv_heads: int, kv_len: int, at_once: AtOnce
+) -> bool:
     tiles = _tiles(q_len, heads, kv_heads) * batch
-    blocks = -(-kv_len // KEYS)
-    waves = -(-batch * heads * -(-q_len // ROWS) // sms)
-    return _cost(tiles, blocks, sms, best_split(tiles, blocks, sms)) < LADDER * waves * blocks + OVERHEAD  # fmt: skip
+    blocks, few = -(-kv_len // KEYS), q_len * heads // kv_heads <= FEW
+    split = best_split(tiles, blocks, few, at_once)
+    waves = -(-batch * heads * -(-q_len // ROWS) // at_once[0])
+    return _cost(tiles, blocks, few, at_once, split) < LADDER * waves * blocks + OVERHEAD
 
 
-def _cost(tiles: int, blocks: int, sms: int, split: tuple[int, int]) -> float:
+def _cost(tiles: int, blocks: int, few: bool, at_once: AtOnce, split: tuple[int, int]) -> float:
     """Time of a call, in that of KEYS keys of a block."""
     splits, clusters = split
-    at_once = max(1, (sms if splits < 4 else sms * 10 // 11) // splits)
-    waves = -(-tiles * clusters // at_once)
+    room, pace = max(1, at_once[SPLITS.index(splits)]), 1.0
+    if few:
+        at_work = splits * min(room, tiles * clusters) / at_once[0]
+        pace = max(COMPUTED, DELIVERED * at_work)
     merging = MERGING + PART * clusters / splits if clusters > 1 else 0
-    return waves * (-(-blocks // (splits * clusters)) + OVERHEAD) + merging
+    waves = -(-tiles * clusters // room)
+    return waves * (-(-blocks // (splits * clusters)) * pace + OVERHEAD) + merging
 
 
 @functools.lru_cache(maxsize=1024)
-def best_split(tiles: int, blocks: int, sms: int) -> tuple[int, int]:
+def best_split(tiles: int, blocks: int, few: bool, at_once: AtOnce) -> tuple[int, int]:
     """Blocks of a cluster and clusters that finish first, where each SM computes block after block.
 
     Args:
         tiles: of q.
         blocks: of KEYS keys.
-        sms: of the GPU. Of those of a group of neighbours, clusters of 4 and 8 leave some over.
+        few: a tile has at most FEW rows.
+        at_once: clusters that the GPU holds, for each of SPLITS.
     """
     return min(
         (
@@ -163,5 +194,5 @@ def best_split(tiles: int, blocks: int, sms: int) -> tuple[int, int]:
             for clusters in range(1, MOST_CLUSTERS + 1)
             if splits * clusters <= max(1, blocks)
         ),
-        key=lambda split: (_cost(tiles, blocks, sms, split), split[0] * split[1]),
+        key=lambda split: (_cost(tiles, blocks, few, at_once, split), split[0] * split[1]),
     )

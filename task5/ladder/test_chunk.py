@@ -14,6 +14,7 @@ from task5.ladder import chunk
 from task5.ladder.chunk import best_split, chunk_attention, faster_than_the_ladder
 
 HALF = torch.float16
+AT_ONCE = (132, 66, 39, 30, 22, 17, 15)  # an H200
 LENGTHS = (1, 127, 128, 129, 1000) + (3000,) * (DEVICE == "cuda")
 
 
@@ -33,7 +34,21 @@ def test_it_matches_float64(part):
         head_dim, dtype = r.choice((64, 128)), r.choice((torch.float16, torch.bfloat16))
         options = dict(
             causal=r.random() < 0.6,
-            split=r.choice((None, (1, 1), (2, 1), (4, 1), (8, 1), (1, 3), (2, 8), (8, 2))),
+            split=r.choice(
+                (
+                    None,
+                    (1, 1),
+                    (2, 1),
+                    (3, 1),
+                    (4, 1),
+                    (6, 1),
+                    (8, 1),
+                    (1, 3),
+                    (2, 8),
+                    (5, 2),
+                    (8, 2),
+                )
+            ),
         )
         q = torch.randn(batch, q_len, kv_heads * group, head_dim, device=DEVICE).to(dtype)
         # room behind the keys, and both in one tensor: strides that are not those of a contiguous one
@@ -55,10 +70,12 @@ def test_it_matches_float64(part):
 
 
 def test_more_splits_where_tiles_are_few():
-    assert best_split(132, 40, 132) == best_split(1, 1, 132) == (1, 1)
-    for tiles in (1, 2, 4, 8, 16, 32):
-        splits, clusters = best_split(tiles, 512, 132)
-        assert 64 <= tiles * splits * clusters <= 132
+    assert best_split(132, 40, False, AT_ONCE) == best_split(1, 1, True, AT_ONCE) == (1, 1)
+    for few in (False, True):
+        for tiles in (1, 2, 4, 8, 16, 32):
+            splits, clusters = best_split(tiles, 512, few, AT_ONCE)
+            assert 64 <= tiles * splits * clusters <= 132
+            assert tiles * clusters <= AT_ONCE[chunk.SPLITS.index(splits)]  # one wave
 
 
 @pytest.mark.parametrize(
@@ -72,7 +89,7 @@ def test_more_splits_where_tiles_are_few():
     ],
 )
 def test_where_it_is_faster_than_the_ladder(batch, q_len, kv_len, heads, kv_heads, faster):
-    assert chunk._is_faster(batch, q_len, heads, kv_heads, kv_len, 132) == faster
+    assert chunk._is_faster(batch, q_len, heads, kv_heads, kv_len, AT_ONCE) == faster
 
 
 def test_a_grid_has_no_room_for_more():
@@ -98,8 +115,8 @@ def test_what_it_does_not_take_is_the_ladders():
         (((1, 20, 2, 96), (1, 40, 2, 96)), {}, "head_dim must be 64 or 128; got 96"),
         (
             ((1, 20, 2, 64), (1, 40, 2, 64)),
-            {"split": (3, 1)},
-            r"split must be one of \(1, 2, 4, 8\) blocks, and 1 to 16 clusters; got \(3, 1\)",
+            {"split": (7, 1)},
+            r"split must be one of \(1, 2, 3, 4, 5, 6, 8\) blocks, and 1 to 16 clusters; got \(7, 1\)",
         ),
         (((1, 20, 2, 64), (1, 40, 2, 64)), {"split": 5}, "split must be one of .* got 5"),
         (((1, 20, 2, 64), (1, 40, 2, 64)), {"split": (2,)}, r"split must be one of .* got \(2,\)"),
@@ -122,9 +139,10 @@ def test_of_gpus_it_is_for_hopper(monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
-@pytest.mark.parametrize("split", [(1, 1), (4, 1), (2, 3)])
-def test_the_check_build_finds_nothing(split):
-    q, k = torch.randn(1, 20, 4, 64, dtype=HALF), torch.randn(1, 300, 2, 64, dtype=HALF)
+@pytest.mark.parametrize("q_len", [20, 40])  # few rows; more
+@pytest.mark.parametrize("split", [(1, 1), (3, 1), (2, 3)])
+def test_the_check_build_finds_nothing(split, q_len):
+    q, k = torch.randn(1, q_len, 4, 64, dtype=HALF), torch.randn(1, 600, 2, 64, dtype=HALF)
     for order in ("forward", "random"):
         with using(check=True, order=order, seed=1, limit=120):
             got = chunk_attention(q, k, k, causal=True, split=split)
