@@ -41,7 +41,7 @@ PREFILL_SOURCES = (
     "task4/ladder/*.cuh",
     "task4/ladder/rungs.py",
 )
-TESTS = (FOLDER / "test.py", FOLDER / "test_append.py", FOLDER / "test_chunk.py")
+TESTS = tuple(FOLDER / f"test{part}.py" for part in ("", "_plan", "_append", "_chunk"))
 ROOM_ON_CPU = 96  # keys, for --steps
 
 console = Console(

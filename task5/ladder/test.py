@@ -203,9 +203,15 @@ def test_pages_outside_of_the_pool_are_not_seen(rung, head_dim):
 def test_blocks_that_are_no_cluster_share_a_pair(monkeypatch, rung, batch_invariant):
     """As of long caches of few heads; the same bits as from a cluster, where a call is batch-invariant."""
     torch.manual_seed(seed := new_seed())
-    dtype, head_dim = random.Random(seed).choice([(HALF, 64), (HALF, 128), (torch.float32, 128)])
+    kinds = [(HALF, 64), (HALF, 128), (torch.float32, 128)] + [(HALF, 256)] * (rung != EIGHT_WARPS)
+    r = random.Random(seed)
+    dtype, head_dim = r.choice(kinds)
     q = torch.randn(2, 1, 4, head_dim, device=DEVICE).to(dtype)
-    k, v = (torch.randn(2, 9000, 1, head_dim, device=DEVICE).to(dtype) for _ in "kv")
+    k, v = (torch.randn(2, 9008, 1, head_dim, device=DEVICE).to(dtype) for _ in "kv")
+    table = torch.randperm(2 * 563, device=DEVICE).int().view(2, 563)
+    pools = [torch.empty_like(t).view(-1, 16, 1, head_dim) for t in (k, v)]
+    for pool, t in zip(pools, (k, v), strict=True):
+        pool[table.flatten().long()] = t.view(-1, 16, 1, head_dim)
     given = dict(rung=rung, batch_invariant=batch_invariant)
     given["seqlens_k"] = torch.tensor([9000, 77], dtype=torch.int32, device=DEVICE)
     monkeypatch.setattr(call, "sms_of", lambda device: 64)
@@ -217,13 +223,17 @@ def test_blocks_that_are_no_cluster_share_a_pair(monkeypatch, rung, batch_invari
         return launch(self, name, **arguments)
 
     monkeypatch.setattr(call.Kernels, "launch", watched)
-    one = decode_attention(q, k, v, **given)
+    paged = r.random() < 0.5
+    if paged:
+        given["block_table"] = table
+    caches = pools if paged else (k, v)
+    one = decode_attention(q, *caches, **given)
     assert slots.pop() == 0
     monkeypatch.setattr(call, "LONG_BYTES", 0)
     monkeypatch.setattr(call, "LONG_BYTES_COMPUTE_BOUND", 0)
     monkeypatch.setattr(call, "_of_a_cluster", lambda *_: 1)
     call._plan.cache_clear()
-    several = [decode_attention(q, k, v, **given) for _ in range(2)]  # the counters are 0 again
+    several = [decode_attention(q, *caches, **given) for _ in range(2)]  # the counters are 0 again
     call._plan.cache_clear()
     assert min(slots) > 2
     assert torch.equal(*several)
@@ -459,121 +469,6 @@ def test_rung_6_is_for_head_dims_up_to_128():
     q = torch.zeros(1, 1, 2, 256, device=DEVICE)
     with pytest.raises(ValueError, match="rung 6 is for head_dim up to 128; got 256"):
         decode_attention(q, q, q, rung=6)
-
-
-@pytest.fixture
-def h200(monkeypatch):
-    """What a plan asks of a GPU, answered as by an H200."""
-    gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=228 * 1024)
-    room, of_eight_warps = (
-        {1: 396, 2: 198, 4: 92, 8: 45, 16: 21},
-        {1: 132, 2: 66, 4: 30, 8: 15, 16: 7},
-    )
-
-    def query(self, rung, name, blocks=None, tiles=None):
-        fit = (of_eight_warps if rung == EIGHT_WARPS else room).get(blocks)
-        answers = {"rows_of_a_pair": 8 if self.rows <= 8 else 32, "keys_of_a_tile": 64}
-        answers |= {"shared_memory_bytes": 80 * 1024, "clusters_at_once": fit}
-        return answers[name]
-
-    monkeypatch.setattr(call, "is_hopper", lambda device: True)
-    monkeypatch.setattr(call._Call, "query", query)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    call._plan.cache_clear()
-    yield lambda rows=4, head_dim=128, dtype=0: call._Call(
-        torch.device("cuda", 0), dtype, head_dim, rows
-    )
-    call._plan.cache_clear()
-
-
-def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
-    for kv_heads in (1, 2, 8, 32, 100):
-        for shape in ({}, {"dtype": 2}, {"dtype": 2, "head_dim": 64}, {"dtype": 2, "rows": 32}):
-            rungs, leaves = set(), set()
-            for batch in (1, 3, 64):
-                for kv_len in (1, 100, 5000, 200_000):
-                    for page_size in (None, 16, 64):
-                        rung = call._fastest(
-                            h200(**shape), batch * kv_heads, kv_len, True, page_size
-                        )
-                        rungs.add(rung)
-                        leaves.add(
-                            call._plan(h200(**shape), batch, kv_heads, kv_len, True, rung).chunks
-                        )
-            assert rungs <= {3, 4, 6} and len(leaves) == 1  # which have the same tree
-    for wide, rung in (
-        (dict(head_dim=256), 4),
-        (dict(head_dim=256, rows=17), 5),
-        (dict(rows=33), 5),
-    ):
-        chosen = {
-            call._fastest(h200(dtype=2, **wide), heads, kv_len, True, page_size)
-            for heads in (1, 8, 500)
-            for kv_len in (9, 99_999)
-            for page_size in (None, 16)
-        }
-        assert chosen == {rung}
-
-
-@pytest.mark.parametrize(
-    ("batch", "kv_heads", "kv_len", "rung", "blocks"),
-    [
-        (1, 8, 1024, 4, 8 * 8),  # two tiles each
-        (1, 8, 8192, 4, 8 * 16),
-        (8, 8, 2048, 4, 64 * 2),
-        (16, 8, 8192, 4, 128 * 2),  # two blocks an SM
-        (16, 32, 1024, 4, 512),  # more pairs than fit
-        (1, 1, 64, 4, 1),
-        (1, 8, 131072, EIGHT_WARPS, 8 * 16),  # a block on each SM, no clusters
-    ],
-)
-def test_the_rung_of_float32(h200, batch, kv_heads, kv_len, rung, blocks):
-    assert call._fastest(h200(), batch * kv_heads, kv_len, False, None) == rung
-    plan = call._plan(h200(), batch, kv_heads, kv_len, False, rung)
-    assert plan.blocks == blocks
-    assert plan.slots == (blocks if kv_len == 131072 else 0)  # the blocks of a pair are no cluster
-    assert call._fastest(h200(head_dim=256), batch * kv_heads, kv_len, False, None) == 1
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_len", "shape", "rung"),
-    [
-        (8, 1024, {}, 4),
-        (8, 4096, {}, KEYS_AS_ROWS),
-        (8, 16384, {}, EIGHT_WARPS),
-        (32, 1024, {}, EIGHT_WARPS),
-        (64, 2048, {}, 4),
-        (64, 8192, {}, EIGHT_WARPS),
-        (128, 8192, {}, 4),
-        (512, 1024, {}, 3),
-        (8, 4096, {"head_dim": 64}, 4),
-        (8, 4096, {"rows": 32}, KEYS_AS_ROWS),
-        (32, 8192, {"head_dim": 256}, 4),
-        (133, 8192, {"head_dim": 256}, 1),
-        (8, 4096, {"head_dim": 256, "rows": 32}, KEYS_AS_ROWS),
-    ],
-)
-def test_the_rung_of_16_bits(h200, heads, kv_len, shape, rung):
-    assert call._fastest(h200(dtype=2, **shape), heads, kv_len, False, None) == rung
-
-
-def test_rung_5_does_not_take_small_pages(h200):
-    rungs = [call._fastest(h200(dtype=2), 8, 8192, False, size) for size in (None, 256, 64, 48, 16)]
-    assert rungs == [KEYS_AS_ROWS] * 3 + [EIGHT_WARPS] * 2
-
-
-@pytest.mark.parametrize(
-    ("batch", "kv_heads", "kv_len", "blocks", "parts"),
-    [
-        (1, 8, 8192, 8 * 8, 0),  # every other SM
-        (1, 32, 8192, 32 * 2, 0),
-        (1, 1, 131072, 16 * 4, 4),  # one cluster would leave most SMs idle
-        (1, 2, 2048, 2 * 16, 0),  # several would have too little to do
-    ],
-)
-def test_the_blocks_of_rung_5(h200, batch, kv_heads, kv_len, blocks, parts):
-    plan = call._plan(h200(dtype=2), batch, kv_heads, kv_len, False, KEYS_AS_ROWS)
-    assert (plan.blocks, plan.slots) == (blocks, parts)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")

@@ -1,0 +1,124 @@
+"""Which rung and how many blocks a call of decode gets on an H200. No GPU is asked."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from task5.ladder import call
+from task5.ladder.call import EIGHT_WARPS, KEYS_AS_ROWS
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """What a plan asks of a GPU, answered as by an H200."""
+    gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=228 * 1024)
+    room, of_eight_warps = (
+        {1: 396, 2: 198, 4: 92, 8: 45, 16: 21},
+        {1: 132, 2: 66, 4: 30, 8: 15, 16: 7},
+    )
+
+    def query(self, rung, name, blocks=None, tiles=None):
+        fit = (of_eight_warps if rung == EIGHT_WARPS else room).get(blocks)
+        answers = {"rows_of_a_pair": 8 if self.rows <= 8 else 32, "keys_of_a_tile": 64}
+        answers |= {"shared_memory_bytes": 80 * 1024, "clusters_at_once": fit}
+        return answers[name]
+
+    monkeypatch.setattr(call, "is_hopper", lambda device: True)
+    monkeypatch.setattr(call._Call, "query", query)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    call._plan.cache_clear()
+    yield lambda rows=4, head_dim=128, dtype=0: call._Call(
+        torch.device("cuda", 0), dtype, head_dim, rows
+    )
+    call._plan.cache_clear()
+
+
+def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
+    for kv_heads in (1, 2, 8, 32, 100):
+        for shape in ({}, {"dtype": 2}, {"dtype": 2, "head_dim": 64}, {"dtype": 2, "rows": 32}):
+            rungs, leaves = set(), set()
+            for batch in (1, 3, 64):
+                for kv_len in (1, 100, 5000, 200_000):
+                    for page_size in (None, 16, 64):
+                        rung = call._fastest(
+                            h200(**shape), batch * kv_heads, kv_len, True, page_size
+                        )
+                        rungs.add(rung)
+                        leaves.add(
+                            call._plan(h200(**shape), batch, kv_heads, kv_len, True, rung).chunks
+                        )
+            assert rungs <= {3, 4, 6} and len(leaves) == 1  # which have the same tree
+    for wide, rung in (
+        (dict(head_dim=256), 4),
+        (dict(head_dim=256, rows=17), 5),
+        (dict(rows=33), 5),
+    ):
+        chosen = {
+            call._fastest(h200(dtype=2, **wide), heads, kv_len, True, page_size)
+            for heads in (1, 8, 500)
+            for kv_len in (9, 99_999)
+            for page_size in (None, 16)
+        }
+        assert chosen == {rung}
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "kv_len", "rung", "blocks"),
+    [
+        (1, 8, 1024, 4, 8 * 8),  # two tiles each
+        (1, 8, 8192, 4, 8 * 16),
+        (8, 8, 2048, 4, 64 * 2),
+        (16, 8, 8192, 4, 128 * 2),  # two blocks an SM
+        (16, 32, 1024, 4, 512),  # more pairs than fit
+        (1, 1, 64, 4, 1),
+        (1, 8, 131072, EIGHT_WARPS, 8 * 16),  # a block on each SM, no clusters
+    ],
+)
+def test_the_rung_of_float32(h200, batch, kv_heads, kv_len, rung, blocks):
+    assert call._fastest(h200(), batch * kv_heads, kv_len, False, None) == rung
+    plan = call._plan(h200(), batch, kv_heads, kv_len, False, rung)
+    assert plan.blocks == blocks
+    assert plan.slots == (blocks if kv_len == 131072 else 0)  # the blocks of a pair are no cluster
+    assert call._fastest(h200(head_dim=256), batch * kv_heads, kv_len, False, None) == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_len", "shape", "rung"),
+    [
+        (8, 1024, {}, 4),
+        (8, 4096, {}, KEYS_AS_ROWS),
+        (8, 16384, {}, EIGHT_WARPS),
+        (32, 1024, {}, EIGHT_WARPS),
+        (64, 2048, {}, 4),
+        (64, 8192, {}, EIGHT_WARPS),
+        (128, 8192, {}, 4),
+        (512, 1024, {}, 3),
+        (8, 4096, {"head_dim": 64}, 4),
+        (8, 4096, {"rows": 32}, KEYS_AS_ROWS),
+        (32, 8192, {"head_dim": 256}, 4),
+        (133, 8192, {"head_dim": 256}, 1),
+        (8, 4096, {"head_dim": 256, "rows": 32}, KEYS_AS_ROWS),
+    ],
+)
+def test_the_rung_of_16_bits(h200, heads, kv_len, shape, rung):
+    assert call._fastest(h200(dtype=2, **shape), heads, kv_len, False, None) == rung
+
+
+def test_rung_5_does_not_take_small_pages(h200):
+    rungs = [call._fastest(h200(dtype=2), 8, 8192, False, size) for size in (None, 256, 64, 48, 16)]
+    assert rungs == [KEYS_AS_ROWS] * 3 + [EIGHT_WARPS] * 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "kv_len", "blocks", "parts"),
+    [
+        (1, 8, 8192, 8 * 8, 0),  # every other SM
+        (1, 32, 8192, 32 * 2, 0),
+        (1, 1, 131072, 16 * 4, 4),  # one cluster would leave most SMs idle
+        (1, 2, 2048, 2 * 16, 0),  # several would have too little to do
+    ],
+)
+def test_the_blocks_of_rung_5(h200, batch, kv_heads, kv_len, blocks, parts):
+    plan = call._plan(h200(dtype=2), batch, kv_heads, kv_len, False, KEYS_AS_ROWS)
+    assert (plan.blocks, plan.slots) == (blocks, parts)
