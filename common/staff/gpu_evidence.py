@@ -29,14 +29,18 @@ RECORD = ROOT / "common/records/gpu_evidence.json"
 AGREE = "largest difference between CPU and GPU"
 
 PYTEST = ["-m", "pytest", "-v", "-p", "no:cacheprovider"]  # -v names the kernel that hangs
-EVERY_KERNEL = [*PYTEST, "common/tests/test_devices_agree.py"]
+# In parts, of which each takes minutes.
+EVERY_KERNEL = [
+    [*PYTEST, "common/tests/test_devices_agree.py", "-k", part] for part in ("decode", "not decode")
+]
 SMALL_CASES = [
     ["-m", f"{module}.test", "--check", "--device", "cuda", "--no-timing"]
     for module in ("task2", "task4", "task5", "task4.ladder")
 ]
 # initcheck sees only what instrumented kernels write and takes the results of PyTorch's kernels for uninitialised. In
 # EVERY_KERNEL only the course's kernels, and copies, run on the GPU.
-JOBS = [(tool, EVERY_KERNEL) for tool in ("memcheck", "racecheck", "initcheck", "synccheck")]
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+JOBS = [(tool, test) for tool in TOOLS for test in EVERY_KERNEL]
 JOBS += [(tool, test) for test in SMALL_CASES for tool in ("memcheck", "racecheck", "synccheck")]
 LONGEST = 300  # seconds for one job; racecheck of the ladder, the longest on an H200, took 110
 
@@ -54,7 +58,7 @@ def sanitize(tool: str, test: list[str]) -> dict:
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", "\n".join(lines))
     if status is None:
         summary = [f"stopped after {LONGEST} s"]
-    name = " ".join(test[1:2] if test[1] != "pytest" else test[-1:])
+    name = " ".join(test[len(PYTEST) :] if test[1] == "pytest" else test[1:2])
     took = time.monotonic() - begin
     print(
         f"  {tool:9} {name}, {took:.0f} s: {summary[-1] if summary else 'no summary'}", flush=True
@@ -100,8 +104,12 @@ def run_pytest() -> dict:
 
 def run_sanitizer() -> dict:
     """All jobs, several at a time."""
-    build = [sys.executable, "-m", "common.build", "--device", "cuda"]
-    subprocess.run(build, cwd=ROOT, check=True)
+    for device in (
+        "cuda",
+        "cpu",
+    ):  # EVERY_KERNEL compares them; else each job would compile for itself
+        build = [sys.executable, "-m", "common.build", "--device", device]
+        subprocess.run(build, cwd=ROOT, check=True)
     with ThreadPoolExecutor(7) as pool:
         try:
             runs = list(pool.map(lambda job: sanitize(*job), JOBS))

@@ -42,6 +42,13 @@ def test_what_counts_as_clean(tool, script, clean, summary):
     assert job == {"tool": "memcheck", "test": "task2.test", "clean": clean, "summary": summary}
 
 
+def test_the_parts_are_told_apart(tool):
+    tool("echo ERROR SUMMARY: 0 errors")
+    names = [gpu_evidence.sanitize("memcheck", test)["test"] for test in gpu_evidence.EVERY_KERNEL]
+    file = "common/tests/test_devices_agree.py"
+    assert names == [f"{file} -k decode", f"{file} -k not decode"]
+
+
 def test_a_job_that_hangs_is_stopped_and_reported(tool, monkeypatch, capsys):
     monkeypatch.setattr(gpu_evidence, "LONGEST", 0.5)
     tool("echo rung 14; sleep 60 & wait")
