@@ -29,7 +29,7 @@ RECORD = ROOT / "common/records/gpu_evidence.json"
 AGREE = "largest difference between CPU and GPU"
 
 PYTEST = ["-m", "pytest", "-v", "-p", "no:cacheprovider"]  # -v names the kernel that hangs
-# In parts, of which each takes minutes.
+# In parts, which run side by side.
 EVERY_KERNEL = [
     [*PYTEST, "common/tests/test_devices_agree.py", "-k", part] for part in ("decode", "not decode")
 ]
@@ -104,10 +104,8 @@ def run_pytest() -> dict:
 
 def run_sanitizer() -> dict:
     """All jobs, several at a time."""
-    for device in (
-        "cuda",
-        "cpu",
-    ):  # EVERY_KERNEL compares them; else each job would compile for itself
+    # For the CPU too, with which EVERY_KERNEL compares. Else each job would compile for itself.
+    for device in ("cuda", "cpu"):
         build = [sys.executable, "-m", "common.build", "--device", device]
         subprocess.run(build, cwd=ROOT, check=True)
     with ThreadPoolExecutor(7) as pool:

@@ -19,6 +19,7 @@ _FUNCTION = re.compile(r"\.text\.(\S+):")
 _INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,6})\*/\s+(.*?)\s*;\s*/\*\s*0x")
 _SECOND_WORD = re.compile(r"\s+/\*\s*0x([0-9a-f]+)\s*\*/")
 _NULL = re.compile(r"CS2R R(\d+), SRZ")
+_PARTS = re.compile(r"(@\S+ +)?(\w+)(\S*)\s*(.*)")  # guard, name, modifiers, operands
 _REGISTER = re.compile(r"(?<![\w.])R(\d+)(\.64)?")
 _COPY = re.compile(r"LDGSTS\S* \[[^]]*\bUR\d+[^]]*\], desc\[UR")
 _JUMPS = ("BRA", "BRX", "CALL", "EXIT", "RET")
@@ -30,14 +31,10 @@ class Instruction(NamedTuple):
     cycles: int  # until the next one of the warp is issued, at least
 
     @property
-    def name(self) -> str:
-        """Without its guard and modifiers."""
-        return self.text.removeprefix("@").split(" ", self.is_guarded)[-1].split(".")[0].split()[0]
-
-    @property
-    def is_guarded(self) -> bool:
-        """Whether it runs only where a predicate holds."""
-        return self.text.startswith("@")
+    def parts(self) -> tuple[str | None, str, str, list[str]]:
+        """Its guard, a predicate without which it always runs; its name; the name's modifiers; the operands."""
+        guard, name, modifiers, operands = _PARTS.match(self.text).groups()
+        return guard, name, modifiers, operands.split(",")
 
 
 Code = Sequence[Instruction | None]  # None: something may jump here
@@ -105,12 +102,15 @@ def _read_too_early(code: Code, register: int) -> Instruction | None:
     """What reads this register or the next one too soon after ``code[0]`` has written both."""
     written, cycles = {register, register + 1}, code[0].cycles
     for instruction in code[1:]:
-        if instruction is None or cycles >= LEAST or instruction.name in _JUMPS:
+        if instruction is None or cycles >= LEAST:
+            break
+        guard, name, *_ = instruction.parts
+        if name in _JUMPS:
             break
         writes, reads = _registers(instruction)
         if reads & written:
             return instruction
-        if not instruction.is_guarded:
+        if not guard:
             written -= writes
         cycles += instruction.cycles
     return None
@@ -118,11 +118,10 @@ def _read_too_early(code: Code, register: int) -> Instruction | None:
 
 def _registers(instruction: Instruction) -> tuple[set[int], set[int]]:
     """What it writes, of a first operand that is a register, and what it reads. ``.64`` and WIDE are of two."""
-    operands = instruction.text.split(instruction.name, 1)[1].split(" ", 1)
-    first, *others = operands[1].split(",") if len(operands) == 2 else ("",)
-    wide = ".WIDE" in operands[0] or instruction.name == "CS2R"
+    _, name, modifiers, (first, *others) = instruction.parts
+    wide = ".WIDE" in modifiers or name == "CS2R"
     writes = set()
-    if found := re.fullmatch(r"\s*R(\d+)", first):
+    if found := re.fullmatch(r"R(\d+)", first):
         writes = {int(found[1]), int(found[1]) + wide}
     else:
         others.append(first)

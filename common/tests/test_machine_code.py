@@ -67,8 +67,9 @@ def test_what_nvdisasm_prints():
             [Instruction(0, "CS2R R4, SRZ", 2), None, Instruction(16, "@!P0 BRA `(.L_x_1)", 5)],
         )
     ]
-    assert machine_code.Instruction(0, "@!P0 BRA `(.L_x_1)", 5).name == "BRA"
-    assert machine_code.Instruction(0, "IMAD.WIDE R4, R14, 0x4, R8", 5).name == "IMAD"
+    assert Instruction(0, "@!P0 BRA `(.L_x_1)", 5).parts == ("@!P0 ", "BRA", "", ["`(.L_x_1)"])
+    assert Instruction(0, "LDGDEPBAR", 1).parts == (None, "LDGDEPBAR", "", [""])
+    assert Instruction(0, "IMAD.WIDE R4, R14", 3).parts == (None, "IMAD", ".WIDE", ["R4", " R14"])
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=builder.display)

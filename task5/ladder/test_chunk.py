@@ -14,6 +14,8 @@ from task5.ladder import chunk
 from task5.ladder.chunk import best_split, chunk_attention, faster_than_the_ladder
 
 HALF = torch.float16
+# Blocks of a cluster, and clusters.
+WAYS = ((1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (8, 1), (1, 3), (2, 8), (5, 2), (8, 2))
 AT_ONCE = (132, 66, 39, 30, 22, 17, 15)  # an H200
 LENGTHS = (1, 127, 128, 129, 1000) + (3000,) * (DEVICE == "cuda")
 
@@ -34,21 +36,7 @@ def test_it_matches_float64(part):
         head_dim, dtype = r.choice((64, 128)), r.choice((torch.float16, torch.bfloat16))
         options = dict(
             causal=r.random() < 0.6,
-            split=r.choice(
-                (
-                    None,
-                    (1, 1),
-                    (2, 1),
-                    (3, 1),
-                    (4, 1),
-                    (6, 1),
-                    (8, 1),
-                    (1, 3),
-                    (2, 8),
-                    (5, 2),
-                    (8, 2),
-                )
-            ),
+            split=r.choice((None, *WAYS)),
         )
         q = torch.randn(batch, q_len, kv_heads * group, head_dim, device=DEVICE).to(dtype)
         # room behind the keys, and both in one tensor: strides that are not those of a contiguous one
