@@ -1,5 +1,6 @@
 """Calling a rung of decode."""
 
+import ctypes
 import functools
 import math
 from typing import NamedTuple
@@ -399,14 +400,20 @@ def _blocks(call: _Call, rung: int) -> int:
     return gpu.multi_processor_count * max(1, min(2, per_sm))
 
 
-_workspaces: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+class _Workspace(NamedTuple):
+    capture: int  # of which it is; 0: outside of one
+    floats: Tensor
+    counters: Tensor
+
+
+_workspaces: dict[tuple[torch.device, int], _Workspace] = {}
 
 
 def workspace(device: torch.device, floats: int, counters: int) -> tuple[Tensor, Tensor]:
     """Scratch of at least this size, and int32 counters that are 0 when the current stream's next launch begins.
 
-    A launch leaves the counters so. A CUDA graph that is captured gets its own, and zeroes them: it may be replayed
-    beside others, on any stream, and before or after them.
+    A launch leaves the counters so. A CUDA graph that is captured gets its own, and zeroes them before the first call
+    on a stream: it may be replayed beside others, on any stream, and before or after them.
     """
 
     def new() -> tuple[Tensor, Tensor]:
@@ -414,10 +421,32 @@ def workspace(device: torch.device, floats: int, counters: int) -> tuple[Tensor,
             counters, dtype=torch.int32, device=device
         )
 
-    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
-        return new()  # on the CPU, because a launch that fails there does not end the process
+    if device.type == "cpu":
+        return new()  # because a launch that fails there does not end the process
     stream = torch._C._cuda_getCurrentRawStream(device.index)
+    capture = _capture_of(stream) if torch.cuda.is_current_stream_capturing() else 0
     known = _workspaces.get((device, stream))
-    if known is None or known[0].numel() < floats or known[1].numel() < counters:
-        known = _workspaces[device, stream] = new()
-    return known
+    if (
+        known is None
+        or known.capture != capture
+        or known.floats.numel() < floats
+        or known.counters.numel() < counters
+    ):
+        known = _workspaces[device, stream] = _Workspace(capture, *new())
+    return known.floats, known.counters
+
+
+def _capture_of(stream: int) -> int:
+    """The number of the capture that a stream takes part in, which no other one has."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    error = _capture_info()(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    if error:
+        raise RuntimeError(f"cuStreamGetCaptureInfo_v2 failed with status {error}")
+    return number.value
+
+
+@functools.cache
+def _capture_info() -> ctypes._CFuncPtr:
+    function = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    function.argtypes = [ctypes.c_void_p] * 6
+    return function
