@@ -1,4 +1,4 @@
-"""Clusters and cooperative launches on the CPU layer: stores to other blocks, blocks that wait, and mistakes."""
+"""Clusters and cooperative launches on the CPU layer: other blocks' memory, blocks that wait, and mistakes."""
 
 import math
 import re
@@ -54,7 +54,7 @@ def exchange(size: int, clusters: int, way: int, wide: int) -> bool:
 @both_builds
 @pytest.mark.parametrize("way", names("Way"))
 @pytest.mark.parametrize("size", [1, 2, 4, 16])
-def test_blocks_of_a_cluster_store_to_each_other(size, way, check):
+def test_blocks_of_a_cluster_exchange_what_they_have(size, way, check):
     number = names("Way").index(way)
     for order in ORDERS:
         for seed in (0, 5):
@@ -104,6 +104,12 @@ CLUSTER_MISTAKES = [
         "send",
         "a store to block 2 of the cluster: the mbarrier is not initialised",
     ),
+    ("LOAD_OF_RANK_4", "from rank 4", "a load from block 4 of a cluster of 4"),
+    (
+        "LOAD_OUT_OF_RANGE",
+        "from nowhere",
+        "out of range: a load of 16 bytes from another block, outside of all shared",
+    ),
     ("FAILS", "fails", "mbarrier_arrive: the mbarrier is not initialised"),
     (
         "FAULTS",
@@ -115,7 +121,7 @@ CLUSTER_MISTAKES = [
 
 def test_every_mistake_of_a_cluster_is_in_the_table():
     listed = [mistake for mistake, *_ in CLUSTER_MISTAKES]
-    assert [*listed, "WAITS_FOR_EVER", "SPINS"] == names("Mistake")[1:]
+    assert [*listed, "WAITS_FOR_EVER", "SPINS", "LOAD_OF_NOTHING"] == names("Mistake")[1:]
 
 
 @both_builds
@@ -131,6 +137,12 @@ def test_one_block_fails_while_its_cluster_waits(mistake, tag, says, check):
             assert text.startswith(f"{line_of(tag)}: "), text
             assert re.search(r"block \([15],0,0\), thread \(0,0,0\)", text), text
             assert (cluster_mistake("NONE") == 1).all()
+
+
+def test_a_load_of_what_nobody_has_written():
+    with using(check=True, limit=60), pytest.raises(KernelError, match="uninitialised") as caught:
+        cluster_mistake("LOAD_OF_NOTHING")
+    assert str(caught.value).startswith(f"{line_of('of nothing')}: ")
 
 
 @both_builds

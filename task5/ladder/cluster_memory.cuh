@@ -37,6 +37,21 @@ DEVICE void store_to(int rank, float2* to, float2 x) {
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(of_block(to, rank)), "f"(x.x), "f"(x.y) : "memory");
 }
 
+// The same variable of block `rank`; zeros, and nothing is read, if not `inside`.
+DEVICE float4 load_from(int rank, const float4* from, bool inside) {
+  float4 x = {};
+  asm volatile("{\n.reg .pred inside;\nsetp.ne.b32 inside, %5, 0;\n"
+               "@inside ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+               : "+f"(x.x), "+f"(x.y), "+f"(x.z), "+f"(x.w) : "r"(of_block(from, rank)), "r"(int(inside)) : "memory");
+  return x;
+}
+DEVICE float2 load_from(int rank, const float2* from) {
+  float2 x;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y)
+               : "r"(of_block(from, rank)) : "memory");
+  return x;
+}
+
 // As arrive_in_cluster(), but what was written before is not made visible.
 DEVICE void start_in_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 
@@ -60,6 +75,16 @@ DEVICE void start_in_cluster(CUDA_ON_CPU_CALLER) { cuda_on_cpu::cluster_arrive(f
 template <typename T>
 DEVICE void store_to(int rank, T* to, T x, CUDA_ON_CPU_CALLER) {
   cuda_on_cpu::cluster_store(rank, to, &x, sizeof(x), nullptr, file, line);
+}
+inline float4 load_from(int rank, const float4* from, bool inside, CUDA_ON_CPU_CALLER) {
+  float4 x = {};
+  if (inside) cuda_on_cpu::cluster_load(rank, from, &x, sizeof(x), file, line);
+  return x;
+}
+inline float2 load_from(int rank, const float2* from, CUDA_ON_CPU_CALLER) {
+  float2 x;
+  cuda_on_cpu::cluster_load(rank, from, &x, sizeof(x), file, line);
+  return x;
 }
 template <typename T>
 DEVICE void send_to(int rank, T* to, T x, uint64_t* barrier, CUDA_ON_CPU_CALLER) {

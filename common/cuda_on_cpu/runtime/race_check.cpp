@@ -1,5 +1,6 @@
 #include "race_check.h"
 
+#include <algorithm>
 #include <new>
 
 #include "worker.h"
@@ -101,6 +102,10 @@ void write_from_outside(Cell* cells, size_t bytes, uint32_t block, const void* p
   constexpr uint32_t kNoPhase = ~0u;
   const Stamp stamp{block, kNoPhase, 0, uint32_t(reinterpret_cast<uintptr_t>(pc)), 0, Access::write};
   for (size_t i = 0; i < bytes; ++i) cells[i].write = stamp;
+}
+
+bool written(const Cell* cells, size_t bytes, uint32_t block) {
+  return std::all_of(cells, cells + bytes, [=](const Cell& cell) { return cell.write.block == block; });
 }
 
 const void* code_address(const Stamp& stamp, const void* nearby) {

@@ -69,6 +69,9 @@ void land_copy(Cell* cells, size_t bytes, const Fiber& thread, uint32_t clock);
 /// Another block of the cluster has written these bytes of block `block`. What orders such writes is not followed.
 void write_from_outside(Cell* cells, size_t bytes, uint32_t block, const void* pc);
 
+/// Whether block `block` has written all of these bytes. What orders them and the one who asks is not followed.
+bool written(const Cell* cells, size_t bytes, uint32_t block);
+
 /// The full code address of a stamp, given one from the same library.
 const void* code_address(const Stamp& stamp, const void* nearby);
 

@@ -26,8 +26,12 @@ DEVICE int number_of_block() { return blockIdx.x + gridDim.x * blockIdx.y; }
 // ---- each block gives each block of its cluster a float4 or float2. out (rounds, blocks, size, 4)
 enum Way {
   STORES,
-  SENDS
+  SENDS,
+  LOADS
 };
+
+DEVICE float4 load_all(int rank, const float4* from) { return load_from(rank, from, true); }
+DEVICE float2 load_all(int rank, const float2* from) { return load_from(rank, from); }
 
 template <typename Vector>
 __global__ void exchange(float* out, int size, int rounds, int way) {
@@ -47,8 +51,9 @@ __global__ void exchange(float* out, int size, int rounds, int way) {
     if (thread < size) {
       if (way == STORES) store_to(thread, &got[i % 2][rank], x);
       if (way == SENDS) send_to(thread, &got[i % 2][rank], x, &full);
+      if (way == LOADS) got[i % 2][thread] = x;  // for block `thread`
     }
-    if (way == STORES) {
+    if (way != SENDS) {
       arrive_in_cluster();
       wait_for_cluster();
     } else {
@@ -56,9 +61,10 @@ __global__ void exchange(float* out, int size, int rounds, int way) {
     }
     for (int k = thread; k < size; k += blockDim.x) {
       float* to = out + ((i * blocks + number_of_block()) * size + k) * 2;
-      to[0] = got[i % 2][k].x, to[1] = got[i % 2][k].y;
+      const Vector x = way == LOADS ? load_all(k, &got[i % 2][rank]) : got[i % 2][k];
+      to[0] = x.x, to[1] = x.y;
     }
-    if (way == SENDS) {  // nobody is sent the round after the next before it has read this one
+    if (way != STORES) {  // nobody writes the round after the next before this one has been read
       arrive_in_cluster();
       wait_for_cluster();
     }
@@ -100,10 +106,13 @@ enum Mistake {
   MISALIGNED,
   OUT_OF_RANGE,
   SEND_WITHOUT_INIT,
+  LOAD_OF_RANK_4,
+  LOAD_OUT_OF_RANGE,
   FAILS,
   FAULTS,
   WAITS_FOR_EVER,
-  SPINS
+  SPINS,
+  LOAD_OF_NOTHING
 };
 
 __global__ void mistakes(float* out, volatile int* go, int mistake) {
@@ -123,6 +132,11 @@ __global__ void mistakes(float* out, volatile int* go, int mistake) {
     if (mistake == MISALIGNED) store_to(2, reinterpret_cast<float4*>(&got[0].z), x);  // @to misaligned
     if (mistake == OUT_OF_RANGE) store_to(2, got + 4, x);                         // @to nothing
     if (mistake == SEND_WITHOUT_INIT) send_to(2, got, x, &full);                  // @send
+    float4 y = {};
+    if (mistake == LOAD_OF_RANK_4) y = load_from(4, got, true);                   // @from rank 4
+    if (mistake == LOAD_OUT_OF_RANGE) y = load_from(2, got + 4, true);            // @from nowhere
+    if (mistake == LOAD_OF_NOTHING) y = load_from(2, got, true);                  // @of nothing
+    if (y.x == 1e30f) out[0] = y.x;
     if (mistake == FAILS) mbarrier_arrive(&full);                                 // @fails
     if (mistake == FAULTS) *reinterpret_cast<volatile int*>(8) = 1;               // @faults
     if (mistake == WAITS_FOR_EVER) {

@@ -196,6 +196,8 @@ void cluster_wait(const char* file, int line);
 /// Stores 8 or 16 bytes where block `rank` of the cluster has this variable. Its mbarrier, if not null, counts them.
 void cluster_store(int rank, void* variable, const void* value, unsigned bytes, uint64_t* barrier, const char* file,
                    int line);
+/// Loads 8 or 16 bytes of what block `rank` of the cluster has in this variable.
+void cluster_load(int rank, const void* variable, void* value, unsigned bytes, const char* file, int line);
 
 /// Stops the kernel: `instruction` exists on a GPU only.
 [[noreturn]] void gpu_only(const char* instruction, const char* file, int line);
