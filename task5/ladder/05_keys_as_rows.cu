@@ -96,16 +96,6 @@ static cudaError_t prepare() {
 
 static int bits_of(int power_of_two) { return power_of_two == 1 ? 0 : 1 + bits_of(power_of_two / 2); }
 
-// A (batch or page, row, kv_head, head_dim) tensor in boxes of `keys` rows and 64 columns.
-template <typename T>
-static cudaError_t make_map(CUtensorMap* map, const View& x, int keys) {
-  const cuuint64_t sizes[5] = {64, cuuint64_t(x.sizes[1]), cuuint64_t(x.sizes[3] / 64), cuuint64_t(x.sizes[2]),
-                               cuuint64_t(x.sizes[0])};
-  const cuuint64_t pitches[4] = {pitch_of<T>(x.strides[1], x.sizes[1]), 128, pitch_of<T>(x.strides[2], x.sizes[2]),
-                                 pitch_of<T>(x.strides[0], x.sizes[0])};
-  return make_box_map<T>(map, x.data, sizes, pitches, {64, cuuint32_t(keys), 1, 1, 1});
-}
-
 extern "C" int rows_of_a_pair(int dtype, int head_dim, int rows) {
   return with_kernel(dtype, head_dim, rows, [](auto is) { return decltype(is)::N; });
 }
@@ -118,15 +108,8 @@ extern "C" int clusters_at_once(int dtype, int head_dim, int rows, int blocks, i
   return with_kernel(dtype, head_dim, rows, [=](auto is) {
     using K = decltype(is);
     if (prepare<typename K::T, K::D, K::N>()) return 0;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {unsigned(blocks), 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(blocks), config.blockDim = dim3(THREADS + 32);
-    config.dynamicSmemBytes = bytes_of<K::D, K::N>(buffers_of<K::D, K::N>(tiles));
-    config.attrs = &attribute, config.numAttrs = 1;
-    int clusters = 0;
-    return cudaOccupancyMaxActiveClusters(&clusters, decode_kernel<typename K::T, K::D, K::N>, &config) ? 0 : clusters;
+    return most_clusters(decode_kernel<typename K::T, K::D, K::N>, THREADS + 32,
+                         bytes_of<K::D, K::N>(buffers_of<K::D, K::N>(tiles)), blocks);
   });
 }
 
@@ -155,8 +138,8 @@ extern "C" cudaError_t decode(View q, View k, View v, View out, const int* seqle
     c.block_bits = bits_of(of_a_cluster), c.a.cluster_bits = bits_of(clusters);
     c.part_bits = 0;
     while (c.pairs.d << (c.part_bits + 1) <= ALONE) ++c.part_bits;
-    if (cudaError_t error = make_map<T>(&c.k_map, k, 1 << c.box_bits)) return error;
-    if (cudaError_t error = make_map<T>(&c.v_map, v, 1 << c.box_bits)) return error;
+    if (cudaError_t error = make_rows_map<T>(&c.k_map, k, 1 << c.box_bits, 64)) return error;
+    if (cudaError_t error = make_rows_map<T>(&c.v_map, v, 1 << c.box_bits, 64)) return error;
     return launch_kernel<Arguments>(decode_kernel<T, D, N>, dim3(grid), THREADS + 32,
                                     bytes_of<D, N>(c.buffers), stream, c, of_a_cluster);
   }));

@@ -1,22 +1,23 @@
 // Chunked prefill: a chunk of a prompt against a long cache, few rows and many keys. fp16 or bf16, sums in fp32.
 // architectures: sm_90a cpu
 //
-//   q, out (batch, q_len, heads, head_dim)     k, v (batch, kv_len, kv_heads, head_dim)
-//   grid  (splits, tiles kv_heads, batch)      the splits of a tile are clusters of up to 8
-//   block (384)                                a producer and two consumers, as in task 4's rung 13
+//   q, out (batch, q_len, heads, head_dim)             k, v (batch, kv_len, kv_heads, head_dim)
+//   grid  (splits tiles, clusters kv_heads, batch)     of the splits of a tile each `splits` are a cluster, of up to 8
+//   block (384)                                        a producer and two consumers, as in task 4's rung 13
 //
 // Rung 13 has a block per 128 rows of one head and all of their keys: 64 rows of 8 heads are 8 blocks, for 132 SMs, and
 // the heads of a group all read the same keys. Against it,
 //   packed heads   a tile has `tokens` rows of all heads of a group, by one TMA load: row r is token r / group, head
 //                  r % group. A key is read once for all of them, and no row of a tile is empty while others wait
 //   few rows       of 64 or fewer each consumer has all, and every other block of keys
-//   split keys     the blocks of a cluster have a tile's rows and each its share of the keys. Each sends the others
-//                  their rows of its O_i, m_i and l_i, and merges the rows that it gets. Of a tile with several
-//                  clusters the last one to come merges theirs, through global memory
+//   split keys     the blocks of a cluster have a tile's rows and each its share of the keys. Each leaves O_i, m_i and
+//                  l_i in its shared memory, and merges some rows of all blocks. Of a tile with several clusters the
+//                  last one to come merges theirs, through global memory
 #include <cuda_runtime.h>
 
 #include "../../task4/ladder/attention.cuh"
 #include "../../task4/ladder/hopper.cuh"
+#include "../../task4/ladder/softmax.cuh"
 #include "../../task4/ladder/warpgroup.cuh"
 #include "cluster_memory.cuh"
 #include "count.cuh"
@@ -24,7 +25,7 @@
 #include "tensor_map.cuh"
 
 constexpr int CONSUMERS = 2, B_c = 128;
-constexpr int MOST_SPLITS = 8;
+constexpr int MOST_PARTS = 16;  // of a row that are merged at once: a cluster's blocks, or a tile's clusters
 
 enum NamedBarrier { MERGE = 1,
                     TURN = 2 };  // TURN + w: consumer w may issue its products
@@ -48,16 +49,13 @@ struct Shared {
     struct {
       alignas(1024) uint16_t K[STAGES][B_c * D], V[STAGES][B_c * D];
     };
-    struct {                            // when the last K_j and V_j have been read
-      float O[SHARES * B_r * PITCH];    // [share][row][PITCH], of this block
-      float2 ml[SHARES * B_r];          // [share][row]
-      float O_of[(B_r + MOST_SPLITS) * PITCH];  // [split][own row][PITCH], of the cluster's blocks
-      float2 ml_of[B_r + MOST_SPLITS];          // [split][own row]
+    struct {                          // when the last K_j and V_j have been read
+      float O[SHARES * B_r * PITCH];  // [share][row][PITCH]
+      float2 ml[SHARES * B_r];        // [share][row]
     } parts;
   };
   // full: the buffer's contents have arrived. empty: all its readers are done
   uint64_t q_full, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-  uint64_t received;  // counts what the cluster's blocks send
   bool last;  // of the tile's clusters
 };
 
@@ -69,27 +67,29 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1) chunk_kernel(c
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& s = *reinterpret_cast<Memory*>(raw);
 
-  const int cluster = blockIdx.x / c.splits, split = blockIdx.x - cluster * c.splits, splits = c.splits;
-  const int kv_head = blockIdx.y / c.tiles, b = blockIdx.z;
-  const int token_0 = (c.tiles - 1 - blockIdx.y % c.tiles) * c.tokens;  // causal: the longest rows first
+  // Neighbours are tiles that read the same keys: an L2 request of one is the other's as well.
+  const int splits = c.splits, tile_of_head = blockIdx.x / splits, split = blockIdx.x - tile_of_head * splits;
+  const int kv_heads = gridDim.y / c.clusters, cluster = blockIdx.y / kv_heads;
+  const int kv_head = blockIdx.y - cluster * kv_heads, b = blockIdx.z;
+  const int nth = cluster * splits + split, of = c.clusters * splits;  // of the tile's blocks
+  const int token_0 = (c.tiles - 1 - tile_of_head) * c.tokens;         // causal: the longest rows first
   const int rows = min(c.tokens, a.q_len - token_0) * c.group;          // of the tile that exist
   const int all = ceil_div(a.visible(token_0 + rows / c.group - 1), B_c);  // blocks of K and V that some row sees
-  const int first = int64_t(all) * blockIdx.x / gridDim.x, end = int64_t(all) * (blockIdx.x + 1) / gridDim.x;
-  const int each = ceil_div(B_r, splits), own = max(0, min(each, rows - split * each));  // rows that this block merges
+  const int first = int64_t(all) * nth / of, end = int64_t(all) * (nth + 1) / of;
+  const int each = ceil_div(rows, splits), own = max(0, min(each, rows - split * each));  // rows that this block merges
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // shuffled: the compiler sees it as warp-uniform
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&c.q_map, &c.k_map, &c.v_map}) tma_prefetch(map);
     const int held = c.tokens * c.group;  // rows; a tile has room for a few more than heads divide
     for (int part = 0; part < D / 64; ++part) may_be_anything(s.Q + (part * B_r + held) * 64, (B_r - held) * 128);
-    mbarrier_init(&s.q_full, 1), mbarrier_init(&s.received, 1);
+    mbarrier_init(&s.q_full, 1);
     constexpr int READERS = 4 * CONSUMERS / SHARES;  // warps
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], READERS);
       mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], READERS);
     }
     mbarrier_init_fence();
-    mbarrier_arrive_expect(&s.received, (splits - 1) * own * (D * sizeof(float) + sizeof(float2)));
   }
   __syncthreads();  // barriers initialised before any thread uses them
 
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1) chunk_kernel(c
     pack_P<T, B_c>(P, S);
 
     // Each further S beside the P V_j of the previous block: S is complete first, and its softmax runs beside P V_j
-    const auto step = [&](auto masked) {
+    const auto begin_step = [&] {
       mbarrier_wait(&s.k_full[k.index], k.parity);
       wait_for_turn();
       begin_S<T, D, B_r, B_c>(S, s.Q + row_w * 64, s.K[k.index]);
@@ -172,18 +172,39 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1) chunk_kernel(c
       begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);
       pass_turn();
       wgmma_wait<1>();
-      arrive_as_warp(&s.k_empty[k.index]);
-      go_on(k);
-      softmax<masked.value, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});
+    };
+    const auto end_PV = [&] {
       finish_PV(O_i, P);
       arrive_as_warp(&s.v_empty[v.index]);  // O_i is complete: V_j has been read
       go_on(v);
+    };
+    for (j -= SHARES; j >= whole; j -= SHARES) {
+      begin_step();
+      arrive_as_warp(&s.k_empty[k.index]);
+      go_on(k);
+      softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});
+      end_PV();
       rescale_O<D>(O_i, rescale);
       pack_P<T, B_c>(P, S);
-    };
-    for (j -= SHARES; j >= whole; j -= SHARES) step(std::true_type{});
+    }
 #pragma unroll 1
-    for (; j >= first; j -= SHARES) step(std::false_type{});
+    for (; j >= first; j -= SHARES) {  // as in rung 14
+      using As = Order<D>;
+      const bool negative = As::MAXIMA == Maxima::INTEGERS && some_negative(m_i);
+      float sum[2][2] = {}, shift[2];
+      begin_step();
+      new_maxima<As::MAXIMA, B_c>(S, m_i, rescale, shift, scale, negative);
+      if (As::L_FIRST) sum[0][0] = l_i[0] * rescale[0], sum[1][0] = l_i[1] * rescale[1];
+      exponentials<0, As::BEFORE, B_c>(S, sum, shift, scale);
+      arrive_after(&s.k_empty[k.index], sum[As::BEFORE > B_c / 4][1]);
+      go_on(k);
+      end_PV();
+      exponentials<As::BEFORE, B_c / 2, B_c>(S, sum, shift, scale);
+      for (int h = 0; h < 2; ++h)
+        l_i[h] = As::L_FIRST ? sum[h][0] + sum[h][1] : l_i[h] * rescale[h] + sum[h][0] + sum[h][1];
+      rescale_O<D>(O_i, rescale);
+      pack_P<T, B_c>(P, S);
+    }
 
     mbarrier_wait(&s.v_full[v.index], v.parity);
     begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);
@@ -192,146 +213,136 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1) chunk_kernel(c
   if (share == 1 && (end - first) % 2 == 1) wait_for_turn(), pass_turn();  // the other has had one turn more
   if (wg == 0) wait_for_turn();  // the last consumer's last pass_turn(): no barrier is left with arrivals
 
-  // ---- The parts. Rows [each r, each (r + 1)) of the tile go to block r of the cluster
-  constexpr int PITCH = Memory::PITCH, QUADS = D / 4, MERGERS = CONSUMERS * WARPGROUP;
+  // ---- The parts
+  constexpr int PITCH = Memory::PITCH, MERGERS = CONSUMERS * WARPGROUP;
   const int thread = threadIdx.x - WARPGROUP;
-  const bool direct = SHARES == 1 && splits > 1;  // from registers: only this consumer has these rows
-  const auto put = [&](int to, auto* there, auto x) {
-    to == split ? void(*there = x) : send_to(to, there, x, &s.received);
-  };
-  const auto send = [&](int r, int e, auto x) {  // columns e and on of row r
-    const int to = r / each, there = (split - to) * each + r;
-    put(to, reinterpret_cast<decltype(x)*>(&s.parts.O_of[there * PITCH + e]), x);
-  };
-  const auto send_ml = [&](int r, float2 ml) {
-    const int to = r / each;
-    put(to, &s.parts.ml_of[(split - to) * each + r], ml);
-  };
-  arrive_in_cluster();           // K_j and V_j have been read: what the others send may overwrite them,
-  barrier_sync(MERGE, MERGERS);  // and so may this block's parts
-  if (direct) wait_for_cluster();
+  barrier_sync(MERGE, MERGERS);  // K_j and V_j have been read: the parts take their place
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int r = row + 8 * h;
+    const int r = share * B_r + row + 8 * h;
     float l = l_i[h];
     l += __shfl_xor_sync(~0u, l, 1), l += __shfl_xor_sync(~0u, l, 2);
-    const float2 ml = make_float2(m_i[h], l);
-    if (r >= rows) continue;
-    if (t == 0) direct ? send_ml(r, ml) : void(s.parts.ml[share * B_r + r] = ml);
+    if (t == 0) s.parts.ml[r] = make_float2(m_i[h], l);
 #pragma unroll
-    for (int i = 0; i < D / 8; ++i) {
-      const int e = 8 * i + 2 * t;
-      const float2 pair = make_float2(O_i[4 * i + 2 * h], O_i[4 * i + 2 * h + 1]);
-      if (direct) {
-        send(r, e, pair);
-      } else {
-        *reinterpret_cast<float2*>(&s.parts.O[(share * B_r + r) * PITCH + e]) = pair;
-      }
-    }
+    for (int i = 0; i < D / 8; ++i)
+      *reinterpret_cast<float2*>(&s.parts.O[r * PITCH + 8 * i + 2 * t]) =
+          make_float2(O_i[4 * i + 2 * h], O_i[4 * i + 2 * h + 1]);
   }
-  if (!direct) barrier_sync(MERGE, MERGERS), wait_for_cluster();
 
-  const auto write = [&](int r, int e, float4 O, float factor) {
-    const int token = token_0 + (split * each + r) / c.group, head = kv_head * c.group + (split * each + r) % c.group;
-    T* out = a.out_head<T>(b, head) + int64_t(token) * a.out_strides.row + e;
-    *reinterpret_cast<uint2*>(out) =
-        make_uint2(pack<T>(O.x * factor, O.y * factor), pack<T>(O.z * factor, O.w * factor));
-  };
-  const auto add = [](float4& O, float factor, float4 part) {
-    O.x = fmaf(factor, part.x, O.x), O.y = fmaf(factor, part.y, O.y);
-    O.z = fmaf(factor, part.z, O.z), O.w = fmaf(factor, part.w, O.w);
-  };
-  const int64_t tile = int64_t(blockIdx.z) * gridDim.y + blockIdx.y;
-  const int64_t slots = int64_t(gridDim.z) * gridDim.y * c.clusters;
-  const auto slot = [&](int n, int r) { return (tile * c.clusters + n) * B_r + split * each + r; };
-  float2* global_ml = reinterpret_cast<float2*>(c.partial + slots * B_r * D);
-  // Of this block's row r, columns e to e + 3, all that the cluster has.
-  const auto complete = [&](int r, int e, float2 ml, float4 O) {
-    if (c.clusters == 1) return write(r, e, O, ml.y == 0.0f ? 0.0f : 1.0f / ml.y);
-    __stcg(reinterpret_cast<float4*>(&c.partial[slot(cluster, r) * D + e]), O);
-    if (e == 0) __stcg(&global_ml[slot(cluster, r)], ml);
-  };
-  // use(r, e, m and l, O) gets `parts` parts merged, of each of these rows: part n of row r is row n * pitch + r there.
-  const auto merge = [&](int rows, int parts, int pitch, const float2* ml, const float* O_of, auto use) {
-    for (int i = thread; i < rows * QUADS; i += MERGERS) {
-      const int r = i / QUADS, e = i % QUADS * 4;
-      float m = -INFINITY, l = 0.0f;
-      for (int n = 0; n < parts; ++n) m = fmaxf(m, ml[n * pitch + r].x);
-      const float shift = m == -INFINITY ? 0.0f : m * scale;
-      float4 O = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-      for (int n = 0; n < parts; ++n) {
-        const float2 part = ml[n * pitch + r];
-        const float factor = fast_exp2(fmaf(part.x, scale, -shift));
-        l = fmaf(factor, part.y, l);
-        add(O, factor, *reinterpret_cast<const float4*>(&O_of[(n * pitch + r) * PITCH + e]));
-      }
-      use(r, e, make_float2(m, l), O);
-    }
-  };
-  if (splits == 1) {
-    merge(rows, SHARES, B_r, s.parts.ml, s.parts.O, complete);
-  } else {
-    if (!direct)
-      merge(rows, SHARES, B_r, s.parts.ml, s.parts.O, [&](int r, int e, float2 ml, float4 O) {
-        send(r, e, O);
-        if (e == 0) send_ml(r, ml);
-      });
-    barrier_sync(MERGE, MERGERS);  // this block's own part is complete
-    mbarrier_wait(&s.received, 0);
-    merge(own, splits, each, s.parts.ml_of, s.parts.O_of, complete);
-  }
-  if (c.clusters == 1) return;
-
-  barrier_sync(MERGE, MERGERS);
-  if (thread == 0) {
-    int* counter = &c.counters[tile * splits + split];
-    s.last = add_acquire_release(counter, 1) == c.clusters - 1;
-    if (s.last) *counter = 0;  // for the next launch
-  }
-  barrier_sync(MERGE, MERGERS);
-  if (!s.last) return;
-  // Several quads of several clusters at once: their loads are on the way together.
-  constexpr int AT_ONCE = 4, PARTS = 4;
-  for (int i_0 = thread; i_0 < own * QUADS; i_0 += AT_ONCE * MERGERS) {
-    const auto quad = [&](int u) { return min(i_0 + u * MERGERS, own * QUADS - 1); };
-    float m[AT_ONCE], l[AT_ONCE] = {};
-    float4 O[AT_ONCE] = {};
-    for (float& m_u : m) m_u = -INFINITY;
+  // Merges `parts` parts of `rows` rows, whose m and l are ml_of(n, r), and columns e to e + 3 O_of(n, r, e): zeros, or
+  // any part's, for the few n from `parts` on. Eight threads share a row; use(r, m and l, O) gets column
+  // 4 (thread % 8 + 8 u) and the three behind it in O[u].
+  constexpr int OF_ROW = 8, QUADS = D / 4 / OF_ROW, AT_ONCE = 4;  // AT_ONCE: parts whose loads are on the way together
+  const auto merge = [&](int rows, int parts, auto ml_of, auto O_of, auto use) {
+    const int lane_of_row = thread % OF_ROW;
 #pragma unroll 1
-    for (int n_0 = 0; n_0 < c.clusters; n_0 += PARTS) {
-      float2 ml[AT_ONCE][PARTS];
-      float4 part[AT_ONCE][PARTS];
+    for (int r_0 = thread / 32 * 4; r_0 < rows; r_0 += MERGERS / OF_ROW) {
+      const int r_of_thread = r_0 + thread % 32 / OF_ROW, r = min(r_of_thread, rows - 1);
+      float m = -INFINITY, l = 0.0f;
+      float weight[MOST_PARTS / OF_ROW], l_of[MOST_PARTS / OF_ROW];  // of parts lane_of_row and lane_of_row + 8
 #pragma unroll
-      for (int u = 0; u < AT_ONCE; ++u) {
+      for (int i = 0; i < MOST_PARTS / OF_ROW; ++i) {
+        const int n = lane_of_row + i * OF_ROW;
+        const float2 ml = n < parts ? ml_of(n, r) : make_float2(-INFINITY, 0.0f);
+        m = fmaxf(m, ml.x), weight[i] = ml.x, l_of[i] = ml.y;
+      }
+      for (int lane = 1; lane < OF_ROW; lane *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, lane));
+      const float shift = m == -INFINITY ? 0.0f : m * scale;
 #pragma unroll
-        for (int n = 0; n < PARTS; ++n) {
-          const int64_t from = slot(min(n_0 + n, c.clusters - 1), quad(u) / QUADS);
-          ml[u][n] = __ldcg(&global_ml[from]);
-          part[u][n] = __ldcg(reinterpret_cast<const float4*>(&c.partial[from * D + quad(u) % QUADS * 4]));
-          if (n_0 + n >= c.clusters) ml[u][n].x = -INFINITY;
+      for (int i = 0; i < MOST_PARTS / OF_ROW; ++i) {
+        weight[i] = fast_exp2(fmaf(weight[i], scale, -shift));
+        l = fmaf(weight[i], l_of[i], l);
+      }
+      for (int lane = 1; lane < OF_ROW; lane *= 2) l += __shfl_xor_sync(~0u, l, lane);
+      float4 O[QUADS] = {};
+#pragma unroll 1
+      for (int n_0 = 0; n_0 < parts; n_0 += AT_ONCE) {
+        float4 part[AT_ONCE][QUADS];
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) {
+#pragma unroll
+          for (int u = 0; u < QUADS; ++u)
+            part[n][u] = O_of(n_0 + n, r, 4 * (lane_of_row + OF_ROW * u));
+        }
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) {
+          const float w = __shfl_sync(~0u, n_0 < OF_ROW ? weight[0] : weight[1], (n_0 + n) % OF_ROW, OF_ROW);
+          if (n_0 + n >= parts) continue;
+#pragma unroll
+          for (int u = 0; u < QUADS; ++u) {
+            O[u].x = fmaf(w, part[n][u].x, O[u].x), O[u].y = fmaf(w, part[n][u].y, O[u].y);
+            O[u].z = fmaf(w, part[n][u].z, O[u].z), O[u].w = fmaf(w, part[n][u].w, O[u].w);
+          }
         }
       }
-#pragma unroll
-      for (int u = 0; u < AT_ONCE; ++u) {
-        float m_new = m[u];
-        for (const float2& of_part : ml[u]) m_new = fmaxf(m_new, of_part.x);
-        const float shift = m_new == -INFINITY ? 0.0f : m_new * scale, rescale = fast_exp2(fmaf(m[u], scale, -shift));
-        m[u] = m_new, l[u] *= rescale, O[u].x *= rescale, O[u].y *= rescale, O[u].z *= rescale, O[u].w *= rescale;
-#pragma unroll
-        for (int n = 0; n < PARTS; ++n) {
-          const float factor = fast_exp2(fmaf(ml[u][n].x, scale, -shift));
-          l[u] = fmaf(factor, ml[u][n].y, l[u]);
-          add(O[u], factor, part[u][n]);
-        }
-      }
+      if (r_of_thread < rows) use(r, make_float2(m, l), O);
     }
+  };
+  const int e_0 = 4 * (thread % OF_ROW);
+  const auto write = [&](int r, float2 ml, const float4(&O)[QUADS]) {
+    const int r_of_tile = split * each + r, token = r_of_tile / c.group, head = r_of_tile - token * c.group;
+    T* out = a.out_head<T>(b, kv_head * c.group + head) + int64_t(token_0 + token) * a.out_strides.row + e_0;
+    const float factor = ml.y == 0.0f ? 0.0f : 1.0f / ml.y;
 #pragma unroll
-    for (int u = 0; u < AT_ONCE; ++u) {
-      if (i_0 + u * MERGERS < own * QUADS)
-        write(quad(u) / QUADS, quad(u) % QUADS * 4, O[u], l[u] == 0.0f ? 0.0f : 1.0f / l[u]);
+    for (int u = 0; u < QUADS; ++u)
+      *reinterpret_cast<uint2*>(out + 4 * OF_ROW * u) =
+          make_uint2(pack<T>(O[u].x * factor, O[u].y * factor), pack<T>(O[u].z * factor, O[u].w * factor));
+  };
+  // In global memory: [tile][cluster][row of the tile][column], and behind all of them m, l.
+  const int64_t tile = (int64_t(b) * kv_heads + kv_head) * c.tiles + tile_of_head;
+  const auto slot = [&](int n, int r) { return (tile * c.clusters + n) * B_r + split * each + r; };
+  float2* global_ml = reinterpret_cast<float2*>(c.partial + int64_t(gridDim.z) * gridDim.y * c.tiles * B_r * D);
+  // Of this block's rows, all that the cluster has.
+  const auto complete = [&](int r, float2 ml, const float4(&O)[QUADS]) {
+    if (c.clusters == 1) return write(r, ml, O);
+    float4* to = reinterpret_cast<float4*>(&c.partial[slot(cluster, r) * D + e_0]);
+#pragma unroll
+    for (int u = 0; u < QUADS; ++u) __stcg(to + OF_ROW * u, O[u]);
+    if (e_0 == 0) __stcg(&global_ml[slot(cluster, r)], ml);
+  };
+  const auto own_ml = [&](int share, int r) { return s.parts.ml[share * B_r + r]; };
+  const auto own_O = [&](int share, int r, int e) {
+    return *reinterpret_cast<const float4*>(&s.parts.O[(share % SHARES * B_r + r) * PITCH + e]);
+  };
+  if (splits == 1 || SHARES > 1) barrier_sync(MERGE, MERGERS);  // the consumers' parts are complete
+  if (splits == 1) {
+    merge(rows, SHARES, own_ml, own_O, complete);
+  } else {
+    if (SHARES > 1)
+      merge(rows, SHARES, own_ml, own_O, [&](int r, float2 ml, const float4(&O)[QUADS]) {
+#pragma unroll
+        for (int u = 0; u < QUADS; ++u)
+          *reinterpret_cast<float4*>(&s.parts.O[r * PITCH + e_0 + 4 * OF_ROW * u]) = O[u];
+        if (e_0 == 0) s.parts.ml[r] = ml;
+      });
+    __syncwarp();
+    arrive_in_cluster(), wait_for_cluster();  // all blocks' parts are complete
+    const auto ml_of = [&](int n, int r) { return load_from(n, &s.parts.ml[split * each + r]); };
+    const auto O_of = [&](int n, int r, int e) {
+      return load_from(n, reinterpret_cast<const float4*>(&s.parts.O[(split * each + r) * PITCH + e]), n < splits);
+    };
+    merge(own, splits, ml_of, O_of, complete);
+    __syncwarp();
+    start_in_cluster();  // the other blocks' parts have been read
+  }
+  if (c.clusters > 1) {
+    barrier_sync(MERGE, MERGERS);
+    if (thread == 0) {
+      int* counter = &c.counters[tile * splits + split];
+      s.last = add_acquire_release(counter, 1) == c.clusters - 1;
+      if (s.last) *counter = 0;  // for the next launch
+    }
+    barrier_sync(MERGE, MERGERS);
+    if (s.last) {
+      const auto ml_of = [&](int n, int r) { return __ldcg(&global_ml[slot(n, r)]); };
+      const auto O_of = [&](int n, int r, int e) {
+        return __ldcg(reinterpret_cast<const float4*>(&c.partial[slot(min(n, c.clusters - 1), r) * D + e]));
+      };
+      merge(own, c.clusters, ml_of, O_of, write);
     }
   }
+  __syncwarp();
+  if (splits > 1) wait_for_cluster();  // a block's memory is there until the others have read it
 }
 
 // q in boxes of 64 columns of all heads of a group: [token][head][64].
@@ -354,10 +365,8 @@ static cudaError_t launch(Chunk& c, cudaStream_t stream) {
   c.tiles = ceil_div(a.q_len, c.tokens);
   cudaError_t error;
   if ((error = make_packed_map<T>(&c.q_map, a, c.group, c.tokens))) return error;
-  if ((error = make_tensor_map<T>(&c.k_map, a.k, a.k_strides, a.batch, a.kv_len, a.kv_heads, D, B_c))) return error;
-  if ((error = make_tensor_map<T>(&c.v_map, a.v, a.v_strides, a.batch, a.kv_len, a.kv_heads, D, B_c))) return error;
   if ((error = allow_shared_memory<kernel, bytes>())) return error;
-  const dim3 grid(c.splits * c.clusters, c.tiles * a.kv_heads, a.batch);
+  const dim3 grid(c.splits * c.tiles, c.clusters * a.kv_heads, a.batch);
   return launch_kernel<Chunk>(kernel, grid, (1 + CONSUMERS) * WARPGROUP, bytes, stream, c, c.splits);
 }
 
@@ -369,7 +378,10 @@ static cudaError_t launch(Chunk& c, cudaStream_t stream) {
 }
 
 template <typename T>
-static cudaError_t launch(Chunk& c, cudaStream_t stream) {
+static cudaError_t launch(Chunk& c, const View& k, const View& v, cudaStream_t stream) {
+  cudaError_t error;
+  if ((error = make_rows_map<T>(&c.k_map, k, B_c, c.a.head_dim))) return error;
+  if ((error = make_rows_map<T>(&c.v_map, v, B_c, c.a.head_dim))) return error;
   if (c.a.head_dim == 64) return launch<T, 64>(c, stream);
   if (c.a.head_dim == 128) return launch<T, 128>(c, stream);
   return cudaErrorInvalidValue;
@@ -379,15 +391,7 @@ static cudaError_t launch(Chunk& c, cudaStream_t stream) {
 extern "C" int clusters_at_once(int splits) {
   constexpr auto kernel = chunk_kernel<__nv_bfloat16, 128, 128>;
   constexpr int bytes = sizeof(Shared<128, 128>);
-  if (allow_shared_memory<kernel, bytes>()) return 0;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {unsigned(splits), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(splits), config.blockDim = dim3((1 + CONSUMERS) * WARPGROUP), config.dynamicSmemBytes = bytes;
-  config.attrs = &attribute, config.numAttrs = 1;
-  int clusters = 0;
-  return cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) ? 0 : clusters;
+  return allow_shared_memory<kernel, bytes>() ? 0 : most_clusters(kernel, (1 + CONSUMERS) * WARPGROUP, bytes, splits);
 }
 
 extern "C" cudaError_t chunk(View q, View k, View v, View out, float scale, int causal, int splits, int clusters,
@@ -395,7 +399,7 @@ extern "C" cudaError_t chunk(View q, View k, View v, View out, float scale, int 
   Chunk c;
   c.a = make_attention(q, k, v, out, nullptr, scale, causal);
   c.splits = splits, c.clusters = clusters, c.partial = partial, c.counters = counters;
-  if (dtype == FLOAT16) return launch<__half>(c, stream);
-  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(c, stream);
+  if (dtype == FLOAT16) return launch<__half>(c, k, v, stream);
+  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(c, k, v, stream);
   return cudaErrorInvalidValue;
 }

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +26,13 @@ ROWS, KEYS = 128, 128  # of a tile: B_r, B_c
 FEW = 64  # rows of a tile whose keys the consumers of a block share
 SPLITS = (1, 2, 3, 4, 5, 6, 8)  # of a tile's keys in a cluster
 MOST_CLUSTERS = 16  # of a tile
-# In the time that a block takes for KEYS keys: a launch with its first loads and the merging in clusters; several
-# clusters' merging, and each of their parts.
-OVERHEAD, MERGING, PART = 3, 6, 1
+AT_ONCE = 4  # parts of a cluster that are merged at once, as in chunk.cu
+# In the time that a block takes for KEYS keys: a launch with its first loads and the merging in clusters, and AT_ONCE
+# parts more of these; several clusters' merging, and each of their parts.
+OVERHEAD, MORE, MERGING, PART = 5, 1, 1, 0.8
 # The same keys with few rows: computed by a block; and delivered by the memory, where all SMs ask for others.
-COMPUTED, DELIVERED = 0.7, 0.8
-LADDER = 0.86  # of a block of task 4's ladder for KEYS keys
+COMPUTED, DELIVERED = 0.67, 1.35
+LADDER = 0.88  # of a block of task 4's ladder for KEYS keys
 _KERNELS = Kernels(__file__, "chunk.cu")  # of GPUs, for Hopper
 
 
@@ -81,20 +83,17 @@ def chunk_attention(
         return out
     if kv_len == 0:
         return out.zero_()
-    if not _fits(batch, q_len, heads, kv_heads):
+    if not _fits(batch, kv_heads):
         raise ValueError(
-            f"there must be at most {MAX_BATCH:,} sequences, and as many tiles of {ROWS} rows in one; got batch"
-            f" {batch:,} and {q_len:,} queries of {heads} heads on {kv_heads} kv heads"
+            f"there must be at most {MAX_BATCH:,} sequences and {MAX_BATCH // MOST_CLUSTERS:,} kv heads; got batch"
+            f" {batch:,} and {kv_heads:,} kv heads"
         )
-    tiles = _tiles(q_len, heads, kv_heads) * batch
-    if split is None:
-        few = q_len * heads // kv_heads <= FEW
-        split = best_split(tiles, -(-kv_len // KEYS), few, _at_once(q.device))
-    splits, clusters = split
+    work = _work(batch, q_len, heads, kv_heads, kv_len)
+    splits, clusters = best_split(work, _at_once(q.device)) if split is None else split
     partial, counters = None, None
     if clusters > 1:
-        floats = tiles * clusters * ROWS * (head_dim + 2)
-        partial, counters = workspace(q.device, floats, tiles * splits)
+        floats = work.tiles * clusters * ROWS * (head_dim + 2)
+        partial, counters = workspace(q.device, floats, work.tiles * splits)
     _KERNELS.launch(
         "chunk", q=q, k=k, v=v, out=out, scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
         causal=int(causal), splits=splits, clusters=clusters, partial=partial, counters=counters,
@@ -121,7 +120,7 @@ def faster_than_the_ladder(q: Tensor, k: Tensor, v: Tensor) -> bool:
     ):
         return False
     batch, q_len, heads, _ = q.shape
-    if not _fits(batch, q_len, heads, k.shape[2]):
+    if not _fits(batch, k.shape[2]):
         return False
     shape = (batch, q_len, heads, k.shape[2], k.shape[1])
     if not _is_faster(*shape, _all_fit(sms_of(q.device))):
@@ -129,14 +128,37 @@ def faster_than_the_ladder(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return _is_faster(*shape, _at_once(q.device))
 
 
-def _tiles(q_len: int, heads: int, kv_heads: int) -> int:
-    """Of a sequence: a tile has some queries, of all heads of a group."""
-    return -(-q_len // (ROWS // (heads // kv_heads))) * kv_heads
+class Work(NamedTuple):
+    """What a call has to do.
+
+    Attributes:
+        heads: kv heads, of all sequences.
+        tiles_of_a_head: a tile has some queries, of all heads of a group.
+        blocks: of KEYS keys.
+        few: a tile has at most FEW rows.
+    """
+
+    heads: int
+    tiles_of_a_head: int
+    blocks: int
+    few: bool
+
+    @property
+    def tiles(self) -> int:
+        """Of all heads."""
+        return self.heads * self.tiles_of_a_head
 
 
-def _fits(batch: int, q_len: int, heads: int, kv_heads: int) -> bool:
-    """Whether the grid has room, whose second and third sizes are a sequence's tiles and the batch."""
-    return max(batch, _tiles(q_len, heads, kv_heads)) <= MAX_BATCH
+def _work(batch: int, q_len: int, heads: int, kv_heads: int, kv_len: int) -> Work:
+    group = heads // kv_heads
+    return Work(
+        batch * kv_heads, -(-q_len // (ROWS // group)), -(-kv_len // KEYS), q_len * group <= FEW
+    )
+
+
+def _fits(batch: int, kv_heads: int) -> bool:
+    """Whether the grid has room, whose second and third sizes are the clusters of kv heads and the batch."""
+    return max(batch, kv_heads * MOST_CLUSTERS) <= MAX_BATCH
 
 
 AtOnce = tuple[int, ...]  # clusters that the GPU holds at once, by SPLITS
@@ -146,45 +168,46 @@ AtOnce = tuple[int, ...]  # clusters that the GPU holds at once, by SPLITS
 def _at_once(device: torch.device) -> AtOnce:
     if device.type == "cpu":
         return _all_fit(sms_of(device))
-    return tuple(_KERNELS.query("clusters_at_once", device, splits=splits) for splits in SPLITS)
+    return tuple(
+        max(1, _KERNELS.query("clusters_at_once", device, splits=splits)) for splits in SPLITS
+    )
 
 
 def _all_fit(sms: int) -> AtOnce:
     """If no SM were left over. Clusters are of neighbours, and some are."""
-    return tuple(sms // splits for splits in SPLITS)
+    return tuple(max(1, sms // splits) for splits in SPLITS)
 
 
 @functools.lru_cache(maxsize=1024)
 def _is_faster(
     batch: int, q_len: int, heads: int, kv_heads: int, kv_len: int, at_once: AtOnce
 ) -> bool:
-    tiles = _tiles(q_len, heads, kv_heads) * batch
-    blocks, few = -(-kv_len // KEYS), q_len * heads // kv_heads <= FEW
-    split = best_split(tiles, blocks, few, at_once)
+    work = _work(batch, q_len, heads, kv_heads, kv_len)
     waves = -(-batch * heads * -(-q_len // ROWS) // at_once[0])
-    return _cost(tiles, blocks, few, at_once, split) < LADDER * waves * blocks + OVERHEAD
+    ladder = LADDER * waves * work.blocks + OVERHEAD
+    return _cost(work, at_once, best_split(work, at_once)) < ladder
 
 
-def _cost(tiles: int, blocks: int, few: bool, at_once: AtOnce, split: tuple[int, int]) -> float:
+def _cost(work: Work, at_once: AtOnce, split: tuple[int, int]) -> float:
     """Time of a call, in that of KEYS keys of a block."""
     splits, clusters = split
-    room, pace = max(1, at_once[SPLITS.index(splits)]), 1.0
-    if few:
-        at_work = splits * min(room, tiles * clusters) / at_once[0]
-        pace = max(COMPUTED, DELIVERED * at_work)
-    merging = MERGING + PART * clusters / splits if clusters > 1 else 0
-    waves = -(-tiles * clusters // room)
-    return waves * (-(-blocks // (splits * clusters)) * pace + OVERHEAD) + merging
+    room = at_once[SPLITS.index(splits)]
+    at_work = splits * min(room, work.tiles * clusters) / at_once[0]
+    # Tiles of a head read its keys together.
+    pace = max(COMPUTED if work.few else 1, DELIVERED * at_work / work.tiles_of_a_head)
+    merging = MORE * ((splits - 1) // AT_ONCE) / (2 if work.few else 1)
+    if clusters > 1:
+        merging += MERGING + PART * clusters / splits
+    waves = -(-work.tiles * clusters // room)
+    return waves * (-(-work.blocks // (splits * clusters)) * pace + OVERHEAD) + merging
 
 
 @functools.lru_cache(maxsize=1024)
-def best_split(tiles: int, blocks: int, few: bool, at_once: AtOnce) -> tuple[int, int]:
+def best_split(work: Work, at_once: AtOnce) -> tuple[int, int]:
     """Blocks of a cluster and clusters that finish first, where each SM computes block after block.
 
     Args:
-        tiles: of q.
-        blocks: of KEYS keys.
-        few: a tile has at most FEW rows.
+        work: of the call.
         at_once: clusters that the GPU holds, for each of SPLITS.
     """
     return min(
@@ -192,7 +215,7 @@ def best_split(tiles: int, blocks: int, few: bool, at_once: AtOnce) -> tuple[int
             (splits, clusters)
             for splits in SPLITS
             for clusters in range(1, MOST_CLUSTERS + 1)
-            if splits * clusters <= max(1, blocks)
+            if splits * clusters <= max(1, work.blocks)
         ),
-        key=lambda split: (_cost(tiles, blocks, few, at_once, split), split[0] * split[1]),
+        key=lambda split: (_cost(work, at_once, split), split[0] * split[1]),
     )

@@ -15,6 +15,19 @@ inline void begin_the_next_launch() {}
 inline void prefetch_L2(const void*) {}
 #endif
 
+// How many clusters of so many blocks the GPU holds at once; 0 if that cannot be said.
+template <typename Arguments>
+inline int most_clusters(void (*kernel)(Arguments), int threads, int bytes, int blocks_of_a_cluster) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {unsigned(blocks_of_a_cluster), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks_of_a_cluster), config.blockDim = dim3(threads), config.dynamicSmemBytes = bytes;
+  config.attrs = &attribute, config.numAttrs = 1;
+  int clusters = 0;
+  return cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) ? 0 : clusters;
+}
+
 // Of each `blocks_of_a_cluster` neighbours in x a cluster.
 template <typename Arguments>
 inline cudaError_t launch_kernel(void (*kernel)(Arguments), dim3 grid, int threads, int bytes, cudaStream_t stream,

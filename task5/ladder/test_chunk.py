@@ -11,7 +11,7 @@ from common.check.attention import attention_float64, attention_pytorch
 from common.check.rng import new_seed
 from common.tests.devices import DEVICE, HOPPER, of_gpus_hopper
 from task5.ladder import chunk
-from task5.ladder.chunk import best_split, chunk_attention, faster_than_the_ladder
+from task5.ladder.chunk import Work, best_split, chunk_attention, faster_than_the_ladder
 
 HALF = torch.float16
 # Blocks of a cluster, and clusters.
@@ -58,12 +58,15 @@ def test_it_matches_float64(part):
 
 
 def test_more_splits_where_tiles_are_few():
-    assert best_split(132, 40, False, AT_ONCE) == best_split(1, 1, True, AT_ONCE) == (1, 1)
+    assert best_split(Work(132, 1, 40, False), AT_ONCE) == (1, 1)
+    assert best_split(Work(1, 1, 1, True), AT_ONCE) == (1, 1)
     for few in (False, True):
-        for tiles in (1, 2, 4, 8, 16, 32):
-            splits, clusters = best_split(tiles, 512, few, AT_ONCE)
-            assert 64 <= tiles * splits * clusters <= 132
-            assert tiles * clusters <= AT_ONCE[chunk.SPLITS.index(splits)]  # one wave
+        for heads in (1, 2, 4, 8, 16, 32):
+            for tiles_of_a_head in {1, 1 if few else 2}:
+                work = Work(heads, tiles_of_a_head, 512, few)
+                splits, clusters = best_split(work, AT_ONCE)
+                assert 64 <= work.tiles * splits * clusters <= 132
+                assert work.tiles * clusters <= AT_ONCE[chunk.SPLITS.index(splits)]  # one wave
 
 
 @pytest.mark.parametrize(
@@ -81,8 +84,8 @@ def test_where_it_is_faster_than_the_ladder(batch, q_len, kv_len, heads, kv_head
 
 
 def test_a_grid_has_no_room_for_more():
-    assert chunk._fits(65535, 16, 8, 2) and not chunk._fits(65536, 16, 8, 2)
-    assert chunk._fits(1, 32 * 32767, 8, 2) and not chunk._fits(1, 32 * 32768, 8, 2)
+    assert chunk._fits(65535, 8) and not chunk._fits(65536, 8)
+    assert chunk._fits(1, 4095) and not chunk._fits(1, 4096)
 
 
 def test_what_it_does_not_take_is_the_ladders():
