@@ -33,6 +33,6 @@ extern "C" cudaError_t decode(View q, View k, View v, View out, const int* seqle
   const Decode a = make_decode(q, k, v, out, seqlens_k, leftpad_k, block_table, max_pages, window, chunks, scale,
                                partial, slots, counters);
   return cudaError_t(with_math(dtype, q.sizes[3], a.rows, [&](auto is) {
-    return int(launch<typename decltype(is)::Math, Cluster>(a, blocks, stream));
+    return int(launch_clusters<typename decltype(is)::Math>(a, blocks, stream));
   }));
 }

@@ -268,18 +268,26 @@ def _fastest(
         narrow = call.head_dim <= 128 and call.rows <= 2 * ROWS
         return EIGHT_WARPS if batch_invariant and narrow else KEYS_AS_ROWS
     if heads > sms:
-        return 3
+        return 4 if call.head_dim == 128 or batch_invariant else 3
     if 4 * heads > sms:
         return EIGHT_WARPS if 2 * heads <= sms and kv_len >= LONG_CACHE else 4
     if 8 * heads > sms:
         return EIGHT_WARPS if kv_len >= SHORT_CACHE else 4
     if kv_len * call.head_dim >= 2 * LONG_CACHE * 128:
         return EIGHT_WARPS
-    if kv_len < 2 * SHORT_CACHE or call.head_dim == 64:
+    if kv_len < 2 * SHORT_CACHE or (32 * heads <= sms and kv_len <= LONG_CACHE):
         return 4
-    if batch_invariant or (page_size or LONG_BOX) < LONG_BOX:
-        return EIGHT_WARPS if kv_len >= 4 * SHORT_CACHE else 4
-    return KEYS_AS_ROWS
+    if call.head_dim == 64:
+        return 3 if kv_len >= LONG_CACHE else 4
+    medium = kv_len < 4 * SHORT_CACHE
+    if 16 * heads <= sms:  # a cluster of 16 blocks for each
+        if batch_invariant:
+            return 4 if medium else 3
+    elif batch_invariant:
+        return 3 if medium else 4
+    elif kv_len <= 4 * SHORT_CACHE:
+        return 3
+    return 3 if (page_size or LONG_BOX) < LONG_BOX else KEYS_AS_ROWS
 
 
 @functools.lru_cache(maxsize=1024)

@@ -18,8 +18,10 @@ constexpr int MOST_BLOCKS = 16;  // of a cluster
 constexpr int WARP_BITS = WARPS == 4 ? 2 : 3;
 static_assert(1 << WARP_BITS == WARPS);
 
+// TREE: a warp may have several leaves. That is a batch-invariant call's with more leaves than warps.
+template <bool TREE_>
 struct Cluster {
-  static constexpr bool SEVERAL_SEGMENTS = false;
+  static constexpr bool SEVERAL_SEGMENTS = false, TREE = TREE_;
   static constexpr int TILE_WARPS = 1;  // a tile is of one warp
   static constexpr int LEVELS = 5;      // of the tree, within a warp
   static DEVICE int first_key(int) { return 0; }
@@ -97,6 +99,16 @@ struct Cluster {
         [&](int quad, const Part& p) { write<T, ROWS, D>(a, w, quad, p); });
   }
 
+  // Whether a sequence that fills its cache has more leaves than warps.
+  template <int ROWS, int KEYS>
+  static bool needs_tree(const Decode& a, int blocks) {
+    if (a.chunks == 0) return false;
+    const int warps = blocks / (a.batch * a.kv_heads * ceil_div(a.rows, ROWS)) * WARPS;
+    int most = 0, tile_bits = 0;
+    while (2 << most <= a.chunks) ++most;
+    while (2 << tile_bits <= ceil_div(a.kv_len, KEYS)) ++tile_bits;
+    return 1 << bits_of_leaves(most, tile_bits) > warps;
+  }
   // Of a warp.
   static int64_t most_tiles(const Decode& a, int blocks) {
     const int tiles = ceil_div(a.kv_len, 1 << a.tile_bits), warps = blocks / (a.batch * pairs_of(a)) * WARPS;
@@ -130,7 +142,7 @@ struct Cluster {
   static int pairs_of(const Decode& a) { return a.kv_heads * a.row_tiles.d; }
   // Of a tree with at most 1 << most leaves: of two tiles each, or of four where there are many, and half of the most
   // but for the longest sequences.
-  static DEVICE int bits_of_leaves(int most, int tile_bits) {
+  static __host__ DEVICE int bits_of_leaves(int most, int tile_bits) {
     const int few = min(most - 1, max(min(tile_bits - 1, 5), tile_bits - 2));
     return max(0, max(few, min(most, tile_bits - 6)));
   }
@@ -140,17 +152,15 @@ struct Cluster {
 // How many clusters the GPU holds at once; 0 if that cannot be said.
 template <typename Math>
 static int clusters_at_once(int blocks, int tiles) {
-  constexpr auto kernel = decode_kernel<Math, Cluster, false>;  // with pages, as many
-  if (allow_shared_memory<kernel, sizeof(Shared<Math, Cluster>)>() || prefer_shared_memory<kernel>() ||
+  constexpr auto kernel = decode_kernel<Math, Cluster<true>, false>;  // of the others, no fewer
+  if (allow_shared_memory<kernel, sizeof(Shared<Math, Cluster<true>>)>() || prefer_shared_memory<kernel>() ||
       cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1))
     return 0;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {unsigned(blocks), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks), config.blockDim = dim3(THREADS);
-  config.dynamicSmemBytes = Shared<Math, Cluster>::bytes(tiles);
-  config.attrs = &attribute, config.numAttrs = 1;
-  int clusters = 0;
-  return cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) ? 0 : clusters;
+  return most_clusters(kernel, THREADS, Shared<Math, Cluster<true>>::bytes(tiles), blocks);
+}
+
+template <typename Math>
+static cudaError_t launch_clusters(const Decode& a, int blocks, cudaStream_t stream) {
+  const bool tree = Cluster<true>::needs_tree<Math::ROWS, Math::KEYS>(a, blocks);
+  return tree ? launch<Math, Cluster<true>>(a, blocks, stream) : launch<Math, Cluster<false>>(a, blocks, stream);
 }

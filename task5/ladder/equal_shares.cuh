@@ -3,10 +3,11 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include "count.cuh"
 #include "pipeline.cuh"
 
 struct EqualShares {
-  static constexpr bool SEVERAL_SEGMENTS = true;  // a block's share may be of several pairs
+  static constexpr bool SEVERAL_SEGMENTS = true, TREE = false;  // a block's share may be of several pairs
   static constexpr int TILE_WARPS = WARPS;        // a tile is of so many warps, of which each has its own keys
   static DEVICE int first_key(int keys) { return threadIdx.x / 32 * keys; }
   template <int ROWS_, int D_>
@@ -80,13 +81,11 @@ struct EqualShares {
     const int row_0 = w.row_0 * ROWS, rows = min(ROWS, a.rows - row_0);
     const int first = owner(w.first_unit), last = owner(w.first_unit + w.pair_units - 1);
     if (first != last) {
-      __threadfence();  // this thread's part is visible to all blocks before the block is counted
-      __syncthreads();  // all of the block's are
+      __syncthreads();  // the block's parts complete
       if (threadIdx.x == 0) {
         int* counter = &a.counters[w.b * a.pairs() + w.pair];
-        buffer.last = atomicAdd(counter, 1) == last - first;
+        buffer.last = add_acquire_release(counter, 1) == last - first;
         if (buffer.last) *counter = 0;  // for the next launch
-        __threadfence();           // the other blocks' parts are read after the count
       }
       __syncthreads();
       if (!buffer.last) return;

@@ -355,14 +355,18 @@ DEVICE void merge_warps(const Memory& mem, const float* O, int stride, int rows,
   }
 }
 
-// At least so many blocks on an SM. Without it ptxas saves registers for a third one, and has each value loaded just
+// At least so many blocks on an SM, or 0. Without it ptxas saves registers for one more, and has each value loaded just
 // before it is used.
-template <typename Sharing>
-constexpr int FEWEST_ON_AN_SM = Sharing::SEVERAL_SEGMENTS ? 0 : WARPS == 4 ? 2
-                                                                           : 1;
+template <typename Math, typename Sharing>
+constexpr int fewest_on_an_sm() {
+  if (Sharing::SEVERAL_SEGMENTS) return 0;
+  if (WARPS > 4) return 1;
+  const bool few_registers = sizeof(typename Math::T) == 2 && Math::ROWS <= 8 && Math::D <= 128 && !Sharing::TREE;
+  return KV_BYTES <= 64 * 1024 && few_registers ? 3 : 2;
+}
 
 template <typename Math, typename Sharing, bool PAGED>
-__global__ void __launch_bounds__(THREADS, FEWEST_ON_AN_SM<Sharing>) decode_kernel(Decode a) {
+__global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) decode_kernel(Decode a) {
   using T = typename Math::T;
   using Memory = Shared<Math, Sharing>;
   constexpr int D = Math::D, ROWS = Math::ROWS, KEYS = Math::KEYS, STAGES = Memory::STAGES;
@@ -436,28 +440,31 @@ __global__ void __launch_bounds__(THREADS, FEWEST_ON_AN_SM<Sharing>) decode_kern
   };
   float* O = reinterpret_cast<float*>(mem.KV);
   if constexpr (!Sharing::SEVERAL_SEGMENTS) {
-    // The warp's leaves of the pair's tree.
     const int row_0 = walk.row_0 * ROWS, rows = min(ROWS, a.rows - row_0);
-    const int leaves = share.leaves();  // 0, or a power of two
-    // Subtrees whose right neighbour is not complete yet, of 1 << i leaves: small ones, which are many, in registers.
-    constexpr int FIT = Math::STATES_FIT ? 2 : 0;
-    typename Math::State waiting[Sharing::LEVELS], of_one, of_two;
-    if (leaves == 0) math.start();
+    if constexpr (!Sharing::TREE) {
+      add_tiles(walk.end);
+    } else {  // the warp's leaves of the pair's tree
+      const int leaves = share.leaves();  // 0, or a power of two
+      // Subtrees whose right neighbour is not complete yet, of 1 << i leaves: small ones, which are many, in registers.
+      constexpr int FIT = Math::STATES_FIT ? 2 : 0;
+      typename Math::State waiting[Sharing::LEVELS], of_one, of_two;
+      if (leaves == 0) math.start();
 #pragma unroll 1
-    for (int i = 0; i < leaves; ++i) {
-      add_tiles(share.end_of_leaf(walk, i));
-      if (leaves == 1) break;
-      if constexpr (FIT > 0) {
-        if ((i & 1) == 0) of_one = math;
-        if ((i & 1) == 1) math.merge_into(of_one);
-        if ((i & 3) == 1) of_two = math;
-        if ((i & 3) == 3) math.merge_into(of_two);
+      for (int i = 0; i < leaves; ++i) {
+        add_tiles(share.end_of_leaf(walk, i));
+        if (leaves == 1) break;
+        if constexpr (FIT > 0) {
+          if ((i & 1) == 0) of_one = math;
+          if ((i & 1) == 1) math.merge_into(of_one);
+          if ((i & 3) == 1) of_two = math;
+          if ((i & 3) == 3) math.merge_into(of_two);
+        }
+        int level = FIT;
+        if (((i + 1) & ((1 << FIT) - 1)) != 0 || leaves <= 1 << FIT || !Math::has_some_of(rows)) continue;
+#pragma unroll 1
+        for (; i >> level & 1; ++level) math.merge_into(waiting[level]);
+        if (i < leaves - 1) waiting[level] = math;
       }
-      int level = FIT;
-      if (((i + 1) & ((1 << FIT) - 1)) != 0 || leaves <= 1 << FIT || !Math::has_some_of(rows)) continue;
-#pragma unroll 1
-      for (; i >> level & 1; ++level) math.merge_into(waiting[level]);
-      if (i < leaves - 1) waiting[level] = math;
     }
     __syncthreads();  // the stages have been read: now they are the warps' O_i
     math.put(O + warp * ROWS * D, 0, D, rows);

@@ -88,13 +88,19 @@ def test_the_rung_of_float32(h200, batch, kv_heads, kv_len, rung, blocks):
     [
         (8, 1024, {}, 4),
         (8, 4096, {}, KEYS_AS_ROWS),
+        (16, 4096, {}, 3),
+        (16, 8192, {}, KEYS_AS_ROWS),
+        (4, 4096, {}, 4),
+        (4, 12288, {}, KEYS_AS_ROWS),
         (8, 16384, {}, EIGHT_WARPS),
         (32, 1024, {}, EIGHT_WARPS),
         (64, 2048, {}, 4),
         (64, 8192, {}, EIGHT_WARPS),
         (128, 8192, {}, 4),
-        (512, 1024, {}, 3),
+        (512, 1024, {}, 4),
+        (512, 1024, {"head_dim": 64}, 3),
         (8, 4096, {"head_dim": 64}, 4),
+        (8, 8192, {"head_dim": 64}, 3),
         (8, 4096, {"rows": 32}, KEYS_AS_ROWS),
         (32, 8192, {"head_dim": 256}, 4),
         (133, 8192, {"head_dim": 256}, 1),
@@ -107,7 +113,16 @@ def test_the_rung_of_16_bits(h200, heads, kv_len, shape, rung):
 
 def test_rung_5_does_not_take_small_pages(h200):
     rungs = [call._fastest(h200(dtype=2), 8, 8192, False, size) for size in (None, 256, 64, 48, 16)]
-    assert rungs == [KEYS_AS_ROWS] * 3 + [EIGHT_WARPS] * 2
+    assert rungs == [KEYS_AS_ROWS] * 3 + [3] * 2
+
+
+def test_the_rungs_of_a_batch_invariant_call(h200):
+    def rungs(heads, **shape):
+        kv_lens = (1024, 2048, 4096, 8192, 16384)
+        return [call._fastest(h200(dtype=2, **shape), heads, n, True, None) for n in kv_lens]
+
+    assert rungs(8) == [4, 4, 3, 3, EIGHT_WARPS] and rungs(16) == [4, 3, 4, 4, EIGHT_WARPS]
+    assert rungs(8, head_dim=64) == [4, 4, 4, 3, 3] and set(rungs(500, head_dim=64)) == {4}
 
 
 @pytest.mark.parametrize(
