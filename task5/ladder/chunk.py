@@ -24,7 +24,12 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128)
 ROWS, KEYS = 128, 128  # of a tile: B_r, B_c
 FEW = 64  # rows of a tile whose keys the consumers of a block share
-SPLITS = (1, 2, 3, 4, 5, 6, 8)  # of a tile's keys in a cluster
+SPLITS = (
+    1,
+    2,
+    4,
+    8,
+)  # of a tile's keys in a cluster; of 3, 5 or 6, clusters lie unevenly on the chip
 MOST_CLUSTERS = 16  # of a tile
 AT_ONCE = 4  # parts of a cluster that are merged at once, as in chunk.cu
 # In the time that a block takes for KEYS keys: a launch with its first loads and the merging in clusters, and AT_ONCE
@@ -32,6 +37,7 @@ AT_ONCE = 4  # parts of a cluster that are merged at once, as in chunk.cu
 OVERHEAD, MORE, MERGING, PART = 5, 1, 1, 0.8
 # The same keys with few rows: computed by a block; and delivered by the memory, where all SMs ask for others.
 COMPUTED, DELIVERED = 0.67, 1.35
+NEIGHBOURS = 0.985  # where blocks beside each other read the same keys: an L2 request of one is the other's as well
 LADDER = 0.88  # of a block of task 4's ladder for KEYS keys
 _KERNELS = Kernels(__file__, "chunk.cu")  # of GPUs, for Hopper
 
@@ -52,7 +58,7 @@ def chunk_attention(
         k, v: ``(batch, kv_len, kv_heads, head_dim)``; kv_heads divides heads, at most 128 heads for a kv head.
         causal: query i sees the keys ``j <= i + kv_len - q_len``.
         scale: factor of the scores, above 0; ``1 / sqrt(head_dim)`` if None.
-        split: how many blocks of a cluster share the keys of a tile, 1 to 6 or 8, and how many clusters, 1 to 16; what
+        split: how many blocks of a cluster share the keys of a tile, 1, 2, 4 or 8, and how many clusters, 1 to 16; what
             should be fastest if None.
 
     Returns:
@@ -193,8 +199,9 @@ def _cost(work: Work, at_once: AtOnce, split: tuple[int, int]) -> float:
     splits, clusters = split
     room = at_once[SPLITS.index(splits)]
     at_work = splits * min(room, work.tiles * clusters) / at_once[0]
+    computed = COMPUTED if work.few else NEIGHBOURS if splits == 1 < work.tiles_of_a_head else 1
     # Tiles of a head read its keys together.
-    pace = max(COMPUTED if work.few else 1, DELIVERED * at_work / work.tiles_of_a_head)
+    pace = max(computed, DELIVERED * at_work / work.tiles_of_a_head)
     merging = MORE * ((splits - 1) // AT_ONCE) / (2 if work.few else 1)
     if clusters > 1:
         merging += MERGING + PART * clusters / splits
