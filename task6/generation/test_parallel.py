@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from common.paths import ROOT
@@ -90,6 +91,14 @@ def test_a_process_that_is_done_is_not_lost():
     time.sleep(2)
     here.stop()
     assert said == {0: [], 1: []}
+
+
+def test_which_sums_gpus_read_from_each_other():
+    x = torch.zeros(4, 4096, dtype=torch.bfloat16)
+    assert Group._is_small(x) and Group._is_small(x.float())
+    large = torch.zeros(4, 1024, 4096, dtype=torch.bfloat16)
+    for other in (x.half(), x.T, x[0, :4], x.view(-1)[1:4097], large):
+        assert not Group._is_small(other)
 
 
 def test_a_number_of_processes_that_does_not_divide():
