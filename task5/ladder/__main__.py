@@ -34,7 +34,7 @@ PREFILL_SOURCES = (
     "task5/ladder/chunk.py",
     *(
         f"task5/ladder/{name}.cuh"
-        for name in ("cluster_memory", "count", "dependent_launch", "tensor_map")
+        for name in ("cluster_memory", "count", "dependent_launch", "lazy_maximum", "tensor_map")
     ),
     "task4/prefill.py",
     "task4/ladder/*.cu",

@@ -13,6 +13,7 @@
 //   split keys     the blocks of a cluster have a tile's rows and each its share of the keys. Each leaves O_i, m_i and
 //                  l_i in its shared memory, and merges some rows of all blocks. Of a tile with several clusters the
 //                  last one to come merges theirs, through global memory
+//   softmax        rung 14's steps, and in long rows rung 15's lazy maximum
 #include <cuda_runtime.h>
 
 #include "../../task4/ladder/attention.cuh"
@@ -22,13 +23,15 @@
 #include "cluster_memory.cuh"
 #include "count.cuh"
 #include "dependent_launch.cuh"
+#include "lazy_maximum.cuh"
 #include "tensor_map.cuh"
 
 constexpr int CONSUMERS = 2, B_c = 128;
 constexpr int MOST_PARTS = 16;  // of a row that are merged at once: a cluster's blocks, or a tile's clusters
 
 enum NamedBarrier { MERGE = 1,
-                    TURN = 2 };  // TURN + w: consumer w may issue its products
+                    TURN = 2,  // TURN + w: consumer w may issue its products
+                    DECISION = TURN + CONSUMERS };  // DECISION + w: every warp of consumer w has voted
 
 struct Chunk {
   CUtensorMap q_map, k_map, v_map;
@@ -56,6 +59,7 @@ struct Shared {
   };
   // full: the buffer's contents have arrived. empty: all its readers are done
   uint64_t q_full, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+  LazyFlags lazy[CONSUMERS];
   bool last;  // of the tile's clusters
 };
 
@@ -81,8 +85,6 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1) chunk_kernel(c
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // shuffled: the compiler sees it as warp-uniform
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&c.q_map, &c.k_map, &c.v_map}) tma_prefetch(map);
-    const int held = c.tokens * c.group;  // rows; a tile has room for a few more than heads divide
-    for (int part = 0; part < D / 64; ++part) may_be_anything(s.Q + (part * B_r + held) * 64, (B_r - held) * 128);
     mbarrier_init(&s.q_full, 1);
     constexpr int READERS = 4 * CONSUMERS / SHARES;  // warps
     for (int i = 0; i < STAGES; ++i) {
@@ -90,6 +92,13 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1) chunk_kernel(c
       mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], READERS);
     }
     mbarrier_init_fence();
+    for (LazyFlags& flags : s.lazy) flags = {};
+  }
+  // A tile has room for a few more rows than heads divide. No keys are seen by them, but they are computed.
+  const int held = c.tokens * c.group, unused = (B_r - held) * 8;  // rows; pieces of 16 bytes in 64 columns
+  for (int i = threadIdx.x; i < unused * (D / 64); i += blockDim.x) {
+    reinterpret_cast<uint4*>(s.Q + (i / unused * B_r + held) * 64)[i % unused] = uint4{};
+    fence_async_proxy();
   }
   __syncthreads();  // barriers initialised before any thread uses them
 
@@ -187,13 +196,14 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1) chunk_kernel(c
       rescale_O<D>(O_i, rescale);
       pack_P<T, B_c>(P, S);
     }
-#pragma unroll 1
-    for (; j >= first; j -= SHARES) {  // as in rung 14
+    // As in rung 14. change(shift) may move the new maxima.
+    const auto step = [&](auto change) {
       using As = Order<D>;
       const bool negative = As::MAXIMA == Maxima::INTEGERS && some_negative(m_i);
       float sum[2][2] = {}, shift[2];
       begin_step();
       new_maxima<As::MAXIMA, B_c>(S, m_i, rescale, shift, scale, negative);
+      change(shift);
       if (As::L_FIRST) sum[0][0] = l_i[0] * rescale[0], sum[1][0] = l_i[1] * rescale[1];
       exponentials<0, As::BEFORE, B_c>(S, sum, shift, scale);
       arrive_after(&s.k_empty[k.index], sum[As::BEFORE > B_c / 4][1]);
@@ -204,7 +214,46 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1) chunk_kernel(c
         l_i[h] = As::L_FIRST ? sum[h][0] + sum[h][1] : l_i[h] * rescale[h] + sum[h][0] + sum[h][1];
       rescale_O<D>(O_i, rescale);
       pack_P<T, B_c>(P, S);
+    };
+    const auto no_change = [](float (&)[2]) {};
+    if constexpr (SHARES == 1) {  // few rows wait for the memory
+      using Lazy = LazyMaximum<T, D, B_r, B_c>;
+      Lazy lazy{s.lazy[wg], DECISION + wg, end - first, scale};
+      // The last step with maxima decides whether lazy ones follow.
+      const int deciding = j + 1 - (a.causal ? Lazy::EXACT_CAUSAL : Lazy::EXACT);
+      if (lazy.blocks >= Lazy::ENOUGH && deciding > first) {
+#pragma unroll 1
+        for (; j > deciding; --j) step(no_change);
+        const auto keys_until = [&](int h) { return min(seen[h] + 2 * t, end * B_c) - (j + 1) * B_c; };
+        float limit[2];
+        lazy.limit_P(limit, l_i, {keys_until(0), keys_until(1)}, a.causal);
+        bool on = false;
+        step([&](float (&shift)[2]) {
+          for (int h = 0; h < 2; ++h) lazy.shift[h] = shift[h];
+          on = lazy.decide(limit, rescale);
+          for (int h = 0; h < 2; ++h) shift[h] = lazy.shift[h];
+        });
+        --j;
+#pragma unroll 1
+        for (bool more = on; j >= first && more; --j) {
+          begin_step();
+          const auto computed = [&](float x) {
+            arrive_after(&s.k_empty[k.index], x);
+            go_on(k);
+            end_PV();
+          };
+          more = lazy.step(S, P, O_i, l_i, j, computed, [&] {
+            recompute_S<T, D, B_r, B_c>(S, s.Q + row * 64,
+                                        a.k_head<T>(b, kv_head * c.group) + int64_t(j) * B_c * a.k_strides.row,
+                                        a.k_strides.row);
+          });
+        }
+        if (on)
+          for (int h = 0; h < 2; ++h) m_i[h] = __fdividef(lazy.shift[h], scale);
+      }
     }
+#pragma unroll 1
+    for (; j >= first; j -= SHARES) step(no_change);
 
     mbarrier_wait(&s.v_full[v.index], v.parity);
     begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);

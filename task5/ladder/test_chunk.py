@@ -8,7 +8,8 @@ import torch
 from common.build import using
 from common.check import assert_close
 from common.check.attention import attention_float64, attention_pytorch
-from common.check.rng import new_seed
+from common.check.hard_inputs import LAZY, add_to_scores, make_inputs
+from common.check.rng import Rng, new_seed
 from common.tests.devices import DEVICE, HOPPER, of_gpus_hopper
 from task5.ladder import chunk
 from task5.ladder.chunk import Work, best_split, chunk_attention, faster_than_the_ladder
@@ -54,6 +55,33 @@ def test_it_matches_float64(part):
             assert_close(got, truth, pytorch, axes=("batch", "row", "head", "column"))
         except AssertionError as error:
             error.add_note(f"seed {seed}: {tuple(q.shape)}, {tuple(k.shape)}, {dtype}, {options}")
+            raise
+
+
+@of_gpus_hopper
+@pytest.mark.parametrize("name", [*LAZY, "a cliff"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_inputs_that_move_a_lazy_maximum(name, dtype):
+    """Long rows keep their maximum until P is too large."""
+    seed = new_seed()
+    r = random.Random(seed)
+    head_dim, group, causal = r.choice((64, 128)), r.choice((2, 3)), r.random() < 0.5
+    rows = 9000 if DEVICE == "cuda" else 1700
+    shape, cliff = (1, rows, group, head_dim), name == "a cliff"
+    q, k, v = make_inputs("normal" if cliff else name, Rng(seed, DEVICE), shape, dtype)
+    q, k, v = q[:, -50:], k[:, :, :1], v[:, :, :1]
+    if cliff:  # one of the last keys to come: 0 to 200 above the others, exp() overflows
+        amounts = torch.zeros(rows)
+        amounts[40] = 200.0
+        add_to_scores(q, k, amounts, rows=torch.linspace(0, 1, q.shape[1]))
+    many = [t.repeat_interleave(group, 2) for t in (k, v)]
+    truth, pytorch = (f(q, *many, causal=causal) for f in (attention_float64, attention_pytorch))
+    for split in ((1, 1), (2, 1)):
+        got = chunk_attention(q, k, v, causal=causal, split=split)
+        try:
+            assert_close(got, truth, pytorch, axes=("batch", "row", "head", "column"))
+        except AssertionError as error:
+            error.add_note(f"seed {seed}: {tuple(q.shape)}, {causal=}, {split}")
             raise
 
 
