@@ -44,12 +44,36 @@ class Group:
     def share_memory(self) -> None:
         """Small sums without NCCL from now on, where GPUs read each other's memory: a launch of some microseconds."""
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # is of no use for small sums
-        try:
-            memory = symmetric_memory.empty(SMALL, dtype=torch.uint8, device="cuda")
-            symmetric_memory.rendezvous(memory, dist.group.WORLD.group_name)
-            self._shared = memory
-        except RuntimeError:
-            pass  # NCCL has other ways
+        for step in (self._allocate, self._try_out):
+            try:
+                done = step()
+            except RuntimeError:
+                done = False
+            if not self._all(done):  # NCCL has other ways
+                self._shared = None
+                return
+
+    def _allocate(self) -> bool:
+        memory = symmetric_memory.empty(SMALL, dtype=torch.uint8, device="cuda")
+        symmetric_memory.rendezvous(memory, dist.group.WORLD.group_name)
+        self._shared = memory
+        return True
+
+    def _try_out(self) -> bool:
+        """Whether a sum comes out right, by itself and in a CUDA graph."""
+        x, graph = torch.ones(64, device="cuda"), torch.cuda.CUDAGraph()
+        self.sum(x)
+        with torch.cuda.graph(graph):
+            self.sum(x)
+        graph.replay()
+        return bool((x == self.world**2).all())
+
+    @staticmethod
+    def _all(done: bool) -> bool:
+        """Whether all processes have done it."""
+        number = torch.tensor(int(done), device="cuda")
+        dist.all_reduce(number, op=dist.ReduceOp.MIN)
+        return bool(number)
 
     def sum(self, x: Tensor) -> Tensor:
         """x, in place, of all processes.

@@ -101,6 +101,26 @@ def test_which_sums_gpus_read_from_each_other():
         assert not Group._is_small(other)
 
 
+@pytest.mark.parametrize("fails", [None, "_allocate", "_try_out"])
+def test_sums_stay_with_nccl_where_memory_cannot_be_shared(monkeypatch, fails):
+    def allocate(group):
+        group._shared = torch.zeros(16, dtype=torch.uint8)
+        return True
+
+    def fail(group):
+        raise RuntimeError("the GPUs have no way to each other")
+
+    monkeypatch.setattr(Group, "_allocate", allocate)
+    monkeypatch.setattr(Group, "_try_out", lambda group: True)
+    monkeypatch.setattr(Group, "_all", staticmethod(lambda done: done))
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    if fails:
+        monkeypatch.setattr(Group, fails, fail)
+    group = Group(0, 2)
+    group.share_memory()
+    assert (group._shared is None) == bool(fails)
+
+
 def test_a_number_of_processes_that_does_not_divide():
     with pytest.raises(ValueError, match="must divide heads; got 3 and 4"):
         CONFIGS["tiny"].share(3)
