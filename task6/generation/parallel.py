@@ -16,7 +16,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
@@ -54,6 +53,8 @@ class Group:
                 return
 
     def _allocate(self) -> bool:
+        import torch.distributed._symmetric_memory as symmetric_memory  # of GPUs alone
+
         memory = symmetric_memory.empty(SMALL, dtype=torch.uint8, device="cuda")
         symmetric_memory.rendezvous(memory, dist.group.WORLD.group_name)
         self._shared = memory
