@@ -94,7 +94,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1) chunk_kernel(c
     mbarrier_init_fence();
     for (LazyFlags& flags : s.lazy) flags = {};
   }
-  // A tile has room for a few more rows than heads divide. No keys are seen by them, but they are computed.
+  // Where heads do not divide B_r a tile has rows that no query has. They are multiplied, so they are zeros.
   const int held = c.tokens * c.group, unused = (B_r - held) * 8;  // rows; pieces of 16 bytes in 64 columns
   for (int i = threadIdx.x; i < unused * (D / 64); i += blockDim.x) {
     reinterpret_cast<uint4*>(s.Q + (i / unused * B_r + held) * 64)[i % unused] = uint4{};

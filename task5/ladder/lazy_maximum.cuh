@@ -57,7 +57,7 @@ struct LazyMaximum {
     return true;
   }
 
-  // S becomes P, and l_i grows. computed(x) is called once x is computed; behind it the P before is not needed any more.
+  // S becomes P, and l_i grows. computed(x) is called once x is computed, and returns when the P before is free.
   // recompute() gives S once more. Returns whether the next step, of block j - 1, may be lazy.
   template <typename Computed, typename Recompute>
   DEVICE bool step(float (&S)[B_c / 2], uint32_t (&P)[B_c / 4], float (&O_i)[D / 2], float (&l_i)[2], int j,
