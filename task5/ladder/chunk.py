@@ -24,18 +24,14 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128)
 ROWS, KEYS = 128, 128  # of a tile: B_r, B_c
 FEW = 64  # rows of a tile whose keys the consumers of a block share
-SPLITS = (
-    1,
-    2,
-    4,
-    8,
-)  # of a tile's keys in a cluster; of 3, 5 or 6, clusters lie unevenly on the chip
+# Of a tile's keys in a cluster. Clusters of 3, 5 or 6 blocks lie unevenly on the chip.
+SPLITS = (1, 2, 4, 8)
 MOST_CLUSTERS = 16  # of a tile
 AT_ONCE = 4  # parts of a cluster that are merged at once, as in chunk.cu
 # In the time that a block takes for KEYS keys: a launch with its first loads and the merging in clusters, and AT_ONCE
 # parts more of these; several clusters' merging, and each of their parts.
 OVERHEAD, MORE, MERGING, PART = 5, 1, 1, 0.8
-# The same keys with few rows: computed by a block; and delivered by the memory, where all SMs ask for others.
+# The same keys: computed by a block with few rows; and delivered by the memory, where all SMs ask for others.
 COMPUTED, DELIVERED = 0.67, 1.35
 NEIGHBOURS = 0.985  # where blocks beside each other read the same keys: an L2 request of one is the other's as well
 LADDER = 0.88  # of a block of task 4's ladder for KEYS keys
