@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -19,7 +20,7 @@ from task6.generation import bars, endurance, plot, table
 from task6.generation.benchmark import DTYPES, Case, Found, prepare, run
 from task6.generation.config import CONFIGS, find_config
 from task6.generation.parallel import Group, LostProcess, processes, world_size
-from task6.generation.peers import COMPILED, PEERS, Make, compiled
+from task6.generation.peers import COMPILED, ONE_LAUNCH, PEERS, Make, compiled, one_launch
 from task6.generation.record import Record, Tables, Times, load, origin, save
 
 # Any of these on the command line of task6.test means this command.
@@ -170,8 +171,9 @@ def _bars(options: argparse.Namespace, group: Group) -> int:
 def _shared_bars(options: argparse.Namespace, group: Group) -> int:
     """The course's model on all GPUs, then on the first alone, in one run."""
     asked = dict(device=options.device, seed=options.seed)
-    together = run(bars.COURSE, group=group, **asked)
-    alone = run(bars.COURSE, **asked) if group.rank == 0 else None
+    together = run(bars.COURSE, group=group, peers=_peers(options, group), **asked)
+    peers = {ONE_LAUNCH: one_launch}
+    alone = run(bars.COURSE, peers=peers, **asked) if group.rank == 0 else None
     group.sum(torch.zeros(1, device=options.device)).item()  # the others wait for the first
     if alone is None:
         return 0
@@ -216,9 +218,9 @@ def _endurance(case: Case, options: argparse.Namespace, group: Group) -> int:
 
 
 def _peers(options: argparse.Namespace, group: Group) -> dict[str, Make]:
-    """What the decoder is compared with; several processes compare it with nothing."""
+    """What the decoder is compared with; where several processes share the model, its other way alone."""
     if group.world > 1:
-        return {}
+        return {ONE_LAUNCH: partial(one_launch, group=group)}
     return PEERS | ({COMPILED: compiled} if options.compiled else {})
 
 

@@ -32,7 +32,7 @@ class Decoder:
         fused: whether a step's products are :func:`task6.generation.product.product`, for batches up to 16; None: on a
             GPU. The CPU layer takes long for them.
         persistent: whether a step is one launch, :class:`task6.generation.persistent.PersistentStep`: on a Hopper GPU,
-            for one process and up to 8 sequences.
+            for up to 8 sequences.
         products: a prompt's: "torch", or "tensor cores" for float32 products as
             :class:`common.products.TensorCoreLinear` computes them on a Hopper. It keeps the weights of the layers a
             second time, in two parts of 16 bits.
@@ -88,10 +88,8 @@ class Decoder:
         self.fused = w.is_cuda if fused is None else fused
         self.one_launch: PersistentStep | None = None
         if persistent:
-            if self.group.world > 1:
-                raise ValueError(f"a persistent step is of one process; got {self.group.world}")
             self.one_launch = PersistentStep(
-                self._step_model(), self.tokens, self.lengths, self.logits
+                self._step_model(), self.tokens, self.lengths, self.logits, group=self.group
             )
         self._advance = GraphedStep(self.tokens, self.lengths, max_seq_len)
 

@@ -7,7 +7,9 @@ A layer then has two sums over the processes, one behind attention and one behin
 import math
 import os
 import re
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +41,7 @@ class Group:
     def __init__(self, rank: int = 0, world: int = 1) -> None:
         self.rank, self.world = rank, world
         self._shared: Tensor | None = None  # bytes that the other GPUs can read
+        self._handles: list[object] = []  # of memory that the other GPUs can write to
 
     def share_memory(self) -> None:
         """Small sums without NCCL from now on, where GPUs read each other's memory: a launch of some microseconds."""
@@ -68,6 +71,47 @@ class Group:
             self.sum(x)
         graph.replay()
         return bool((x == self.world**2).all())
+
+    def inboxes(self, words: int, device: torch.device) -> list[Tensor]:
+        """Of each process, by rank, memory that all can write to: int64 ``(words,)``, 0. None for one process.
+
+        Args:
+            words: how many, the same in all processes.
+            device: a GPU that the others reach, or the CPU of one host.
+
+        Raises:
+            ValueError: the GPUs have no way to each other's memory.
+            LostProcess: another process has ended.
+        """
+        if self.world == 1:
+            return []
+        with _lost(self):
+            if device.type == "cpu":
+                return self._in_files(words)
+            import torch.distributed._symmetric_memory as symmetric_memory  # of GPUs alone
+
+            inboxes = []
+            with suppress(RuntimeError):
+                own = symmetric_memory.empty(words, dtype=torch.int64, device=device).zero_()
+                handle = symmetric_memory.rendezvous(own, dist.group.WORLD.group_name)
+                self._handles.append(handle)
+                inboxes = [
+                    own if rank == self.rank else handle.get_buffer(rank, (words,), torch.int64)
+                    for rank in range(self.world)
+                ]
+            if not self._all(bool(inboxes)):  # and all are 0
+                raise ValueError("the GPUs cannot write to each other's memory")
+            return inboxes
+
+    def _in_files(self, words: int) -> list[Tensor]:
+        folder = [tempfile.mkdtemp(prefix="inboxes-") if self.rank == 0 else None]
+        dist.broadcast_object_list(folder)
+        paths = [os.path.join(folder[0], str(rank)) for rank in range(self.world)]
+        inboxes = [torch.from_file(p, shared=True, size=words, dtype=torch.int64) for p in paths]
+        dist.barrier()
+        if self.rank == 0:
+            shutil.rmtree(folder[0])  # the memory stays as long as somebody has it
+        return inboxes
 
     @staticmethod
     def _all(done: bool) -> bool:

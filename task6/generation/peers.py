@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from task6.generation.decoder import Decoder
 from task6.generation.measure import Generator
+from task6.generation.parallel import Group
 from task6.generation.weights import Weights
 from task6.model import MLP_FACTOR, customModel
 from task6.rope import RoPE
@@ -121,11 +122,13 @@ def compiled(weights: Weights, batch: int, max_seq_len: int) -> HuggingFace:
     return HuggingFace(weights, batch, max_seq_len, compiled=True)
 
 
-def one_launch(weights: Weights, batch: int, max_seq_len: int) -> Decoder:
+def one_launch(
+    weights: Weights, batch: int, max_seq_len: int, *, group: Group | None = None
+) -> Decoder:
     """The decoder with a persistent step; ValueError without a GPU, where it can be checked and not timed."""
     if not weights.embedding.is_cuda:
         raise ValueError("a step in one launch is timed on a Hopper GPU alone")
-    return Decoder(weights, batch, max_seq_len, persistent=True)
+    return Decoder(weights, batch, max_seq_len, group=group, persistent=True)
 
 
 PEERS: dict[str, Make] = {ONE_LAUNCH: one_launch, READABLE: Readable, LLAMA: HuggingFace}

@@ -10,6 +10,9 @@
 //
 // Products are those of stream.cuh. Attention reads each key once for all query heads of its group: a block has some
 // keys of a kv head, and the last block of a kv head to come merges their parts.
+//
+// Several GPUs have heads and columns of the MLP each. o and down are sums over all of them then: each GPU sends its
+// part of a value to the others as soon as it has it, and adds theirs.
 #include <cuda_runtime.h>
 
 #ifndef __CUDACC__
@@ -19,6 +22,7 @@
 
 #include "../../task5/ladder/count.cuh"
 #include "attention.cuh"
+#include "inboxes.cuh"
 #include "stream.cuh"
 
 constexpr int SLOT = STAGE_PIECES * PITCH;  // bytes of a stage
@@ -47,6 +51,7 @@ enum Which { QKV,
 // those that are counted in another.
 enum Counter { CAME,     // to all meetings
                DONE,     // with the step
+               BEFORE,   // steps, not blocks: never 0 again
                MERGED }; // of each pair, whose parts of attention are written
 constexpr int APART = 32;  // ints
 
@@ -62,6 +67,8 @@ struct Model {
   unsigned long long* best;  // of each row of the logits, 0 between launches
   int *counters, *lengths;   // counters: Counter's, APART ints apart
   int64_t *tokens, *clocks;  // clocks: block 0's at the beginning, after each meeting and in the end; or null
+  uint64_t* const* inboxes;  // (gpus), or null for one
+  int rank, gpus;            // this GPU
   int layer_count, rows, hidden, heads, kv_heads, max_seq, activation, splits;
   int shared_by, sets;  // query heads of a kv head that share a read of its keys, and how many such sets there are
   float eps, scale;
@@ -98,6 +105,7 @@ struct Memory {
   bool last;
   Layer layers[MOST_LAYERS + 1];  // of the model, a copy; behind them what the logits' product takes for its layer
   int lengths[X_ROWS];        // a copy too: the last block of all changes them while others may still read
+  Inboxes inboxes;
   alignas(1024) Shared<X_ROWS> ring;
 };
 
@@ -333,10 +341,15 @@ DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage)
     const Product p = m.product<T>(mem.layers[i], which);
     Share<T, X_ROWS, Math, MOST_UNITS, X_PIECES<X_ROWS>> share(p, mem.ring, mem.x, stage);
     grid.wait_for_all();
-    share.compute([&](int row, int column, float sum) {
-      const unsigned long long rank = which == HEAD ? rank_of(sum, column) : 0;
-      if (rank > peek(&mem.best[row])) atomicMax(&mem.best[row], rank);
-    });
+    share.compute(
+        [&](int row, int column, float sum) {
+          if (m.gpus == 1 || (which != O && which != DOWN)) return sum;
+          return mem.inboxes.sum(i, which == DOWN, row, column, sum);
+        },
+        [&](int row, int column, float sum) {
+          const unsigned long long rank = which == HEAD ? rank_of(sum, m.rank * p.N + column) : 0;
+          if (rank > peek(&mem.best[row])) atomicMax(&mem.best[row], rank);
+        });
     if (which == HEAD) break;
     grid.come();
     if (which > QKV) continue;
@@ -353,8 +366,10 @@ DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage)
   if (threadIdx.x > 0 || atomicAdd(&m.counters[DONE * APART], 1) < int(gridDim.x) - 1) return;
   __threadfence();  // the last block: all others are done
   m.counters[CAME * APART] = m.counters[DONE * APART] = 0;
+  ++m.counters[BEFORE * APART];
   for (int row = 0; row < m.rows; ++row) {
-    m.tokens[row] = ~unsigned(__ldcg(&m.best[row]));
+    const unsigned long long best = __ldcg(&m.best[row]);
+    m.tokens[row] = ~unsigned(m.gpus > 1 ? mem.inboxes.largest(row, best) : best);
     m.best[row] = 0;
     ++m.lengths[row];
   }
@@ -402,6 +417,10 @@ __global__ void __launch_bounds__(THREADS, 1) step_kernel(const __grid_constant_
   for (int i = threadIdx.x; i < m.layer_count * ADDRESSES; i += THREADS)
     reinterpret_cast<const void**>(mem.layers)[i] = reinterpret_cast<const void* const*>(m.layers)[i];
   if (threadIdx.x < m.rows) mem.lengths[threadIdx.x] = m.lengths[threadIdx.x];
+  if (m.gpus > 1 && threadIdx.x == 0) {
+    mem.inboxes = {{}, m.rank, m.gpus, m.rows, m.hidden, m.layer_count, unsigned(m.counters[BEFORE * APART])};
+    for (int gpu = 0; gpu < m.gpus; ++gpu) mem.inboxes.of[gpu] = m.inboxes[gpu];
+  }
   if (threadIdx.x == COMPUTE) tma_prefetch(&m.k_map), tma_prefetch(&m.v_map);
   start(mem.ring, SLOTS<T, X_ROWS, D>, SLOT);
   Stage stage = {SLOTS<T, X_ROWS, D>, SLOT, IN_FLIGHT};
@@ -461,13 +480,15 @@ static cudaError_t launch(Model& m, int blocks, cudaStream_t stream) {
 }
 
 // layers: (layers, 12) addresses in the order of Layer; k_cache, v_cache: the first layer's (batch, max_seq, kv_heads,
-// head_dim), and the next layer's layer_stride sequences behind it; blocks: no more than fit at once, one on each SM.
+// head_dim), and the next layer's layer_stride sequences behind it; blocks: no more than fit at once, one on each SM;
+// inboxes: the addresses of all GPUs' inboxes, as this one sees them, or null for one GPU.
 extern "C" cudaError_t step(const void* layers, int layer_count, View embedding, const void* positions,
                             const void* norm, View head, const void* head_sums, const void* head_bias, const float* cos,
                             const float* sin, View x, View qkv, View o, View inner, void* logits, float* partial,
                             void* best, int* counters, int* lengths, int64_t* tokens, int64_t* clocks,
-                            View k_cache, View v_cache, int layer_stride, int heads, int activation, int splits,
-                            float eps, float scale, int blocks, int dtype, cudaStream_t stream) {
+                            View k_cache, View v_cache, int layer_stride, const void* inboxes, int rank, int gpus,
+                            int heads, int activation, int splits, float eps, float scale, int blocks, int dtype,
+                            cudaStream_t stream) {
   Model m = {};
   m.layers = static_cast<const Layer*>(layers), m.layer_count = layer_count;
   m.embedding = embedding.data, m.positions = positions, m.norm = norm;
@@ -475,6 +496,7 @@ extern "C" cudaError_t step(const void* layers, int layer_count, View embedding,
   m.x = x.data, m.qkv = qkv.data, m.o = o.data, m.inner = inner.data, m.logits = logits, m.partial = partial;
   m.best = static_cast<unsigned long long*>(best), m.counters = counters, m.lengths = lengths, m.tokens = tokens,
   m.clocks = clocks;
+  m.inboxes = static_cast<uint64_t* const*>(inboxes), m.rank = rank, m.gpus = gpus;
   m.k_cache = k_cache.data, m.v_cache = v_cache.data, m.layer_stride = layer_stride;
   m.rows = x.sizes[0], m.hidden = x.sizes[1], m.max_seq = k_cache.sizes[1];
   m.heads = heads, m.kv_heads = k_cache.sizes[2];

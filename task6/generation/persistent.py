@@ -10,6 +10,7 @@ from torch import Tensor
 from common.build import Kernels, dtype_code, touching
 from common.inputs import describe, expect
 from task5.ladder.call import is_hopper, sms_of
+from task6.generation.parallel import Group
 from task6.generation.product import ACTIVATIONS
 
 MAX_ROWS = 8
@@ -17,9 +18,10 @@ MAX_LAYERS = 80
 HEAD_DIMS = (64, 128)
 MOST_HEADS = 4  # of a group, that share a read of its keys
 FEWEST_KEYS = 32  # of a block
+MOST_GPUS = 8
 COUNTERS = (
-    2 * 32
-)  # of blocks that come to a meeting, and that are done, in lines of memory of their own
+    3 * 32
+)  # blocks that come to a meeting, and that are done, and steps: in lines of memory of their own
 LAYER = (
     "norm_1", "qkv", "qkv_sums", "qkv_bias", "o", "o_bias", "norm_2", "up", "up_sums", "up_bias", "down", "down_bias",
 )  # fmt: skip
@@ -69,10 +71,12 @@ class PersistentStep:
         lengths: int32 ``(batch,)``, positions of the caches that are filled. Each grows by one; the caller sees to it
             that there is room.
         logits: ``(batch, vocab)``, from which the next tokens are taken.
+        group: the processes that share the model, each with heads, columns of the MLP and rows of ``head``; all of
+            them step together. None: this one alone.
         blocks: no more than the GPU holds at once, one on each SM; that many if None, and a few without a GPU.
 
     Raises:
-        ValueError: a model or a batch that the kernel does not take.
+        ValueError: a model or a batch that the kernel does not take, or GPUs with no way to each other's memory.
     """
 
     def __init__(
@@ -82,8 +86,10 @@ class PersistentStep:
         lengths: Tensor,
         logits: Tensor,
         *,
+        group: Group | None = None,
         blocks: int | None = None,
     ) -> None:
+        group = group or Group()
         first, rows = model.layers[0], len(lengths)
         k_cache, v_cache = model.k_cache, model.v_cache
         (_, _, max_seq, kv_heads, head_dim), hidden = k_cache.shape, model.embedding.shape[1]
@@ -92,6 +98,10 @@ class PersistentStep:
         if lengths.is_cuda and not is_hopper(lengths.device):
             raise ValueError(
                 f"of GPUs, a persistent step runs on Hopper alone; got tensors on {lengths.device}"
+            )
+        if group.world > MOST_GPUS:
+            raise ValueError(
+                f"a persistent step is of up to {MOST_GPUS} processes; got {group.world}"
             )
         if len(model.layers) > MAX_LAYERS:
             raise ValueError(
@@ -147,10 +157,12 @@ class PersistentStep:
             [0 if layer.get(name) is None else layer[name].data_ptr() for name in LAYER]
             for layer in model.layers
         ]
+        inboxes = group.inboxes(2 * group.world * rows * (hidden + 1), lengths.device)
         # The kernel has their addresses only.
         self._behind = {
             f"{name}_{i}": t for i, layer in enumerate(model.layers) for name, t in layer.items()
         } | {"k_caches": k_cache, "v_caches": v_cache}
+        self._behind |= {f"inbox_{rank}": inbox for rank, inbox in enumerate(inboxes)}
 
         def buffer(columns: int) -> Tensor:
             return torch.empty(rows, columns, **place)
@@ -165,7 +177,8 @@ class PersistentStep:
             best=torch.zeros(rows, dtype=torch.int64, device=lengths.device),
             counters=torch.zeros(COUNTERS + pairs, dtype=torch.int32, device=lengths.device), lengths=lengths,
             tokens=tokens, clocks=None, k_cache=k_cache[0], v_cache=v_cache[0],
-            layer_stride=k_cache.stride(0) // k_cache.stride(1),
+            layer_stride=k_cache.stride(0) // k_cache.stride(1), rank=group.rank, gpus=group.world,
+            inboxes=torch.tensor([t.data_ptr() for t in inboxes], device=lengths.device) if inboxes else None,
             heads=model.heads, activation=ACTIVATIONS.index(model.activation), splits=splits, eps=model.eps,
             scale=1 / math.sqrt(head_dim), blocks=blocks, dtype=dtype_code(place["dtype"]),
         )  # fmt: skip

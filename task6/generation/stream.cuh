@@ -363,9 +363,10 @@ struct Share {
     if (place.any) beside = load_beside<T>(p, place.row, place.n);  // on its way while sums are formed
   }
 
-  // use(row, column, value) sees what is written.
-  template <typename Use>
-  DEVICE void compute(Use use) {
+  // complete(row, column, sum) has the sum over k of which the row of w has all or a part; use(row, column, value) sees
+  // what is written.
+  template <typename Complete, typename Use>
+  DEVICE void compute(Complete complete, Use use) {
     Math math;
     ring.start(p);
     for (int unit = first; unit < last; unit += p.per_stage, ++pass) {
@@ -381,7 +382,7 @@ struct Share {
       math.put(mem.sums[pass % 2][threadIdx.x / 32]);
       if (p.norm && pass == 0) ring.put(mem.moments[threadIdx.x / 32]);
       meet();  // the sums complete, and those of the pass before consumed
-      finish(unit, use);
+      finish(unit, complete, use);
     }
   }
 
@@ -430,8 +431,8 @@ struct Share {
   }
 
   // The warps' sums of some units become columns of out.
-  template <typename Use>
-  DEVICE void finish(int unit, Use use) {
+  template <typename Complete, typename Use>
+  DEVICE void finish(int unit, Complete complete, Use use) {
     for (int i = thread(); i < units(unit) * UNIT * p.rows; i += COMPUTE) {
       if (i >= COMPUTE) find_place(i, unit);
       if (!place.any) continue;
@@ -444,6 +445,7 @@ struct Share {
         if (p.activation == SWIGLU) up += of_row[place.column + 4];
         if (p.norm) moments.add(mem.moments[warp][place.row]);
       }
+      sum = complete(place.row, place.n, sum);
       use(place.row, place.n, write<T>(p, place.row, place.n, sum, up, moments, beside));
     }
   }

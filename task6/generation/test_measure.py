@@ -271,6 +271,16 @@ def test_the_bar_of_several_gpus(world, between, verdict):
     assert row[0].endswith(f"on {world} GPUs, relative to one") and row[3] == verdict
 
 
+def test_several_gpus_are_compared_with_the_faster_way_of_one():
+    alone, both = made_up(COURSE, 84.0, 4.0), made_up(COURSE, 60.0, 2.0, 2)
+    alone.speeds[peers.ONE_LAUNCH] = speed(84.0, 3.0)
+    (row,) = bars.grid(Times(facts(), READ, [alone, both])).rows
+    assert row[1] == "0.6667" and row[3] == "not met !"
+    both.speeds[peers.ONE_LAUNCH] = speed(60.0, 1.5)
+    (row,) = bars.grid(Times(facts(), READ, [alone, both])).rows
+    assert "on 2 GPUs, a step in one launch, relative to one" in row[0] and row[1] == "0.5"
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """table.json and RESULTS.md of its own."""

@@ -11,21 +11,32 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
+from common.build import using
+from common.check.case import device_of
+from common.check.rng import new_seed
 from common.paths import ROOT
-from task6.generation import CONFIGS
-from task6.generation.parallel import Group, Heartbeat
+from common.tests.devices import DEVICE, of_gpus_hopper
+from task6.generation import CONFIGS, Decoder, Weights
+from task6.generation.config import Config
+from task6.generation.parallel import Group, Heartbeat, processes
 
 COMMAND = ["-m", "task6.generation", "--device", "cpu", "--config", "tiny", "--batch", "2", "--prompt", "6"]  # fmt: skip
 
 
-def start(rank, world, port, *options):
-    env = os.environ | dict(
+def environment(rank, world, port):
+    """As torchrun sets it."""
+    return dict(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
     )  # fmt: skip
+
+
+def start(rank, world, port, *options):
     return subprocess.Popen(
-        [sys.executable, *COMMAND, *options], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, *COMMAND, *options], cwd=ROOT, env=os.environ | environment(rank, world, port), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
@@ -49,6 +60,58 @@ def test_two_processes_give_the_tokens_of_one(port):
     assert "Shared by 2 processes." in shown[0] and not shown[1]
 
 
+def random_weights(case, seed, device, group=None):
+    config, dtype, *_ = case
+    torch.manual_seed(seed)
+    return Weights.random(config, device=device, dtype=dtype, group=group)
+
+
+def one_launch_of_several(rank, world, port, case, seed, check, prompt, steps):
+    """A process: each step's logits and tokens are those of one process alone, from the same token on."""
+    os.environ.update(environment(rank, world, port))
+    with processes(torch.device(DEVICE)) as group:
+        device = device_of(DEVICE)
+        _, dtype, batch, length = case
+        weights = random_weights(case, seed, device, group)
+        decoder = Decoder(weights, batch, length, group=group, persistent=True)
+        decoder.prefill(prompt.to(device))
+        for tokens, logits in steps:
+            decoder.tokens.copy_(tokens)
+            decoder.logits.fill_(torch.nan)
+            with using(check=check, order="random" if check else "forward", seed=seed):
+                decoder.step()
+            expected = logits.to(device).chunk(world, -1)[rank]
+            unit = torch.finfo(dtype).eps * logits.abs().max()
+            error = (decoder.logits - expected).abs().max() / unit
+            assert error <= (64 if dtype == torch.float32 else 8), error
+            all_of = torch.empty(world, *expected.shape, device=device, dtype=dtype)
+            dist.all_gather(list(all_of), decoder.logits)
+            best = all_of.transpose(0, 1).flatten(1).argmax(-1, keepdim=True)
+            assert torch.equal(decoder.tokens, best)
+
+
+@of_gpus_hopper
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two GPUs share the model")
+@pytest.mark.parametrize(
+    "world, dtype, check",
+    [(2, torch.float32, False), (2, torch.bfloat16, DEVICE == "cpu"), (3, torch.float16, False)],
+)
+def test_a_step_in_one_launch_of_several(port, world, dtype, check):
+    if DEVICE == "cuda" and torch.cuda.device_count() < world:
+        pytest.skip(f"{world} GPUs share the model")
+    seed, device = new_seed(), torch.device(DEVICE)
+    config = Config(2, 136, 6, 6, 64, 8 * 6 * 5, 600)
+    case = config, dtype, 3, 80
+    decoder = Decoder(random_weights(case, seed, device), 3, 80, persistent=True)
+    prompt, steps = torch.randint(600, (3, 70)), []
+    decoder.prefill(prompt.to(device))
+    for _ in range(2 if check else 4):
+        before = decoder.tokens.clone().cpu()
+        decoder.step()
+        steps.append((before, decoder.logits.clone().cpu()))
+    mp.spawn(one_launch_of_several, (world, port, case, seed, check, prompt, steps), nprocs=world)
+
+
 def test_the_others_end_when_one_is_lost(port):
     both = [start(rank, 2, port, "--new-tokens", "20000") for rank in range(2)]
     time.sleep(8)  # the tokens take longer
@@ -60,6 +123,32 @@ def test_the_others_end_when_one_is_lost(port):
     assert " ".join(shown.split()).startswith(
         "task6.generation: process 0 of 2 has lost another one"
     )
+
+
+def text_after_text(rank, world, port):
+    """Until it is killed."""
+    os.environ.update(environment(rank, world, port))
+    with processes(torch.device("cuda")) as group:
+        device = device_of("cuda")
+        weights = random_weights((CONFIGS["tiny"], torch.float32), 0, device, group)
+        decoder = Decoder(weights, 1, 2000, group=group, persistent=True)
+        prompt = torch.zeros(1, 4, dtype=torch.int64, device=device)
+        while True:
+            decoder.generate(prompt, 1500)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs share the model")
+def test_a_gpu_that_waits_for_a_lost_process_does_not_hang(port, capfd):
+    context = mp.get_context("spawn")
+    both = [context.Process(target=text_after_text, args=(rank, 2, port)) for rank in range(2)]
+    for process in both:
+        process.start()
+    time.sleep(20)  # the other one is there after half of it
+    assert all(process.is_alive() for process in both)
+    both[1].kill()
+    both[0].join(60)
+    assert both[0].exitcode == 1
+    assert "process 0 of 2 has lost another one" in capfd.readouterr().out
 
 
 def beats(rank, store, sentences):
