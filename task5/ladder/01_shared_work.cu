@@ -24,10 +24,11 @@ extern "C" int shared_memory_bytes(int dtype, int head_dim, int rows) {
 }
 
 extern "C" cudaError_t decode(View q, View k, View v, View out, const int* seqlens_k, const int* leftpad_k,
-                              const int* block_table, int max_pages, int window, int chunks, float scale,
-                              float* partial, int slots, int* counters, int blocks, int dtype, cudaStream_t stream) {
-  const Decode a = make_decode(q, k, v, out, seqlens_k, leftpad_k, block_table, max_pages, window, chunks, scale,
-                               partial, slots, counters);
+                              const int* block_table, int max_pages, int window, int new_keys, int chunks,
+                              float scale, float* partial, int slots, int* counters, int blocks, int dtype,
+                              cudaStream_t stream) {
+  const Decode a = make_decode(q, k, v, out, seqlens_k, leftpad_k, block_table, max_pages, window, new_keys, chunks,
+                               scale, partial, slots, counters);
   return cudaError_t(with_math(dtype, q.sizes[3], a.rows, [&](auto is) {
     return int(launch<typename decltype(is)::Math, EqualShares>(a, blocks, stream));
   }));

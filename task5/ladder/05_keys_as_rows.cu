@@ -114,11 +114,12 @@ extern "C" int clusters_at_once(int dtype, int head_dim, int rows, int blocks, i
 }
 
 extern "C" cudaError_t decode(View q, View k, View v, View out, const int* seqlens_k, const int* leftpad_k,
-                              const int* block_table, int max_pages, int window, int chunks, float scale,
-                              float* partial, int slots, int* counters, int blocks, int dtype, cudaStream_t stream) {
+                              const int* block_table, int max_pages, int window, int new_keys, int chunks,
+                              float scale, float* partial, int slots, int* counters, int blocks, int dtype,
+                              cudaStream_t stream) {
   Arguments c;
-  c.a = make_decode(q, k, v, out, seqlens_k, leftpad_k, block_table, max_pages, window, chunks, scale, partial, slots,
-                    counters);
+  c.a = make_decode(q, k, v, out, seqlens_k, leftpad_k, block_table, max_pages, window, new_keys, chunks, scale,
+                    partial, slots, counters);
   return cudaError_t(with_kernel(dtype, q.sizes[3], c.a.rows, [&](auto is) -> int {
     using K = decltype(is);
     using T = typename K::T;

@@ -42,6 +42,7 @@ __device__ __forceinline__ T* row_of(const View& tensor, int64_t b, int64_t row,
 
 #ifndef DEPENDENT_LAUNCH
 __device__ __forceinline__ void wait_for_the_launch_before() {}
+__device__ __forceinline__ void begin_the_next_launch() {}
 
 template <typename Kernel, typename Arguments>
 inline cudaError_t launch_kernel(Kernel kernel, int blocks, int threads, int bytes, cudaStream_t stream,
@@ -64,6 +65,7 @@ __global__ void __launch_bounds__(THREADS) append_kernel(Append a) {
   if (kv_row >= 2 * a.kv_heads) return;
 
   wait_for_the_launch_before();
+  begin_the_next_launch();  // attention loads older keys meanwhile
   T* from = row_of<T>(query ? a.q : (key ? a.k : a.v), b, i, head) + e;
   Vector<T, N> left = *reinterpret_cast<const Vector<T, N>*>(from);  // in flight while the position is read
   Vector<T, N> right = *reinterpret_cast<const Vector<T, N>*>(from + half);

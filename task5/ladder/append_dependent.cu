@@ -1,7 +1,7 @@
 // append.cu for Hopper: the launch begins while the one before it ends, and lets the one after it begin.
 // architectures: sm_90a cpu
 //
-// Compared with append.cu, only the launch and its wait differ: dependent_launch.cuh.
+// Compared with append.cu, the launch, its wait and the next launch's start differ: dependent_launch.cuh.
 #include "dependent_launch.cuh"
 
 #include "append.cuh"

@@ -7,6 +7,7 @@
     pages of 64, of 16                       at most 1.03 x and 1.08 x the contiguous cache's time
     error                                    at most 1.1 x the best library's
 
+A call has the promise of a decode step, ``new_keys=1``; how much faster it is without it stands beside, with no bar.
 The error is the distance from float64, root mean square and largest (common.check.loss).
 """
 
@@ -22,6 +23,7 @@ from task5.ladder.benchmark import (
     FP16,
     FP32,
     INVARIANT,
+    NO_PROMISE,
     OURS,
     PAGES,
     SHAPES,
@@ -72,7 +74,16 @@ def speed_grid(times: Times) -> Grid:
     slower = ", ".join(f"{side} {bar:g}" for side, bar in SLOWER.items())
     title = f"Speed. Bars: x best library as said; above 100 MB at least {OF_BANDWIDTH:g} of a pure read's speed; time"
     title += f" relative to ours at most: {slower}"
-    columns = ["", "MB", "x best library", "bar", "best library", "of a pure read", *SLOWER]
+    columns = [
+        "",
+        "MB",
+        "x best library",
+        "bar",
+        "best library",
+        NO_PROMISE,
+        "of a pure read",
+        *SLOWER,
+    ]
     grid = Grid(title, columns)
     for shape in filter(lambda shape: shape.key in times.shapes, SHAPES):
         left_out, row = times.shapes[shape.key].left_out, [shape.key, f"{shape.bytes / 1e6:.0f}"]
@@ -84,6 +95,8 @@ def speed_grid(times: Times) -> Grid:
         bar, peer = faster(shape), best_peer(times, shape)
         row.append(grid.judged(times.microseconds(shape, peer) / own, bar) if peer else "-")
         row += [f"{bar:g}" if bar else "-", peer or "-"]
+        without = times.microseconds(shape, NO_PROMISE)
+        row.append(f"{times.microseconds(shape, peer) / without:.2f}" if peer and without else "-")
         at_least = OF_BANDWIDTH if shape.bytes > LARGE else None
         row.append(grid.judged(times.floor(shape) / own, at_least))
         for side, at_most in SLOWER.items():

@@ -29,7 +29,7 @@ ROUNDS = 20
 PAGES = (64, 16)  # sizes that are timed
 CHECKED = 16  # rows at either end of a chunk
 TOLERANCE = {BF16: 2**-4, FP16: 2**-7, FP32: 2**-11}  # of the largest value; the tests are stricter
-OURS, INVARIANT = "ours", "batch-invariant"
+OURS, INVARIANT, NO_PROMISE = "ours", "batch-invariant", "no promise"
 
 Call = Callable[[], Tensor]
 
@@ -154,8 +154,11 @@ Prepare = Callable[[Inputs], list[Call]]  # one call for each cache
 
 
 def ours(inputs: Inputs, *, page_size: int | None = None, **options: object) -> list[Call]:
-    """``decode_attention`` with these options on each cache, in pages if they have a size."""
-    caches = inputs.caches
+    """``decode_attention`` with these options on each cache, in pages if they have a size.
+
+    As in a decode step, a call has the promise that the launch ahead of it writes no key but the newest.
+    """
+    caches, options = inputs.caches, {"new_keys": inputs.shape.q_len} | options
     if page_size is not None:
         options["block_table"], caches = inputs.pages(page_size)
     options["seqlens_k"] = inputs.lengths
@@ -171,6 +174,7 @@ def our_sides(rungs: Sequence[Rung]) -> dict[str, Prepare]:
     """The rung that calls get, by the name OURS; these rungs; and its variants."""
     sides: dict[str, Prepare] = {OURS: ours}
     sides |= {rung.label: partial(ours, rung=rung.number) for rung in rungs}
+    sides[NO_PROMISE] = partial(ours, new_keys=None)
     sides[INVARIANT] = partial(ours, batch_invariant=True)
     return sides | {paged(size): partial(ours, page_size=size) for size in PAGES}
 

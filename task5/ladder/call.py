@@ -43,6 +43,9 @@ TILES_OF_A_LEAF = (
     64  # as in bits_of_leaves() of cluster.cuh: with fewer, half of the leaves are used
 )
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see _fastest()
+KEYS_OF_ALL = (
+    1 << 16
+)  # of all kv heads, some 500 for an SM: where rung 6 begins to be faster, see _fastest_ahead()
 LONG_BOX = 64  # keys of a page: of fewer, rung 5's copies are too small
 ROWS = 16  # of q that read a kv head at once, without another rung's being faster
 
@@ -57,6 +60,7 @@ def decode_attention(
     leftpad_k: Tensor | None = None,
     block_table: Tensor | None = None,
     window: int | None = None,
+    new_keys: int | None = None,
     batch_invariant: bool = False,
     rung: int | None = None,
 ) -> Tensor:
@@ -78,6 +82,10 @@ def decode_attention(
             ``block_table[b, j // page_size]``. Sequences may share pages. A page outside of the pool is not read, and
             its keys are not seen.
         window: how many keys a token sees at most, itself included; None: no limit.
+        new_keys: a promise about the launch directly ahead on the stream: of ``k`` and ``v`` it writes at most so many
+            keys of each sequence, its newest. In a decode step that is ``q_len``, which :func:`append_rope` writes.
+            Older keys are then loaded before that launch is complete; lengths and page numbers need no promise. None:
+            it may write any key.
         batch_invariant: a sequence's result has the same bits alone, in any batch and order, contiguous or paged.
         rung: 1, or of GPUs on Hopper 2 to 6, 5 for 16 bits alone, 6 for head_dim up to 128; the fastest for these
             shapes if None.
@@ -94,6 +102,8 @@ def decode_attention(
     expect_scale(scale)
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"window must be at least 1 key, or None; got {window!r}")
+    if new_keys is not None and (not isinstance(new_keys, int) or new_keys < 0):
+        raise ValueError(f"new_keys must be at least 0 keys, or None; got {new_keys!r}")
     _, q_len, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     _check_rung(q, rung)
@@ -104,7 +114,9 @@ def decode_attention(
         return out.zero_()
     call = _Call(q.device, dtype_code(q.dtype), head_dim, heads // kv_heads * q_len)
     page_size = None if block_table is None else k.shape[1]
-    rung = rung or _fastest(call, batch * kv_heads, kv_len, batch_invariant, page_size)
+    if rung is None:
+        choose = _fastest if new_keys is None else _fastest_ahead
+        rung = choose(call, batch * kv_heads, kv_len, batch_invariant, page_size)
     plan = _plan(call, batch, kv_heads, kv_len, batch_invariant, rung)
     partial, counters = None, None
     if plan.floats:
@@ -112,6 +124,7 @@ def decode_attention(
     _KERNELS[plan.rung].launch(
         "decode", q=q, k=k, v=v, out=out, seqlens_k=seqlens_k, leftpad_k=leftpad_k, block_table=block_table,
         max_pages=0 if block_table is None else block_table.shape[1], window=min(window or 0, kv_len),
+        new_keys=kv_len if new_keys is None else min(new_keys, kv_len),
         scale=1 / math.sqrt(head_dim) if scale is None else scale, chunks=plan.chunks, partial=partial,
         slots=plan.slots, counters=counters, blocks=plan.blocks, dtype=call.dtype,
     )  # fmt: skip
@@ -288,6 +301,27 @@ def _fastest(
     elif kv_len <= 4 * SHORT_CACHE:
         return 3
     return 3 if (page_size or LONG_BOX) < LONG_BOX else KEYS_AS_ROWS
+
+
+def _fastest_ahead(
+    call: _Call, heads: int, kv_len: int, batch_invariant: bool, page_size: int | None
+) -> int:
+    """The same for calls that load keys ahead of the wait.
+
+    Rung 4 with a block on each SM gains the most, as the next launch's blocks are beside them; then rung 6.
+    """
+    sms, keys = sms_of(call.device), heads * kv_len
+    small = call.item_size == 2 and call.head_dim <= 128 and call.rows <= ROWS
+    if not (small and is_hopper(call.device)):
+        return _fastest(call, heads, kv_len, batch_invariant, page_size)
+    if heads > sms:
+        return KEYS_AS_ROWS if call.head_dim == 64 and not batch_invariant else 4
+    as_rows = not batch_invariant and (page_size or LONG_BOX) >= LONG_BOX
+    if call.head_dim == 64 and keys >= 4 * KEYS_OF_ALL:
+        return KEYS_AS_ROWS if as_rows and 2 * heads > sms else 4
+    if call.head_dim == 128 and as_rows and KEYS_OF_ALL // 8 < keys <= KEYS_OF_ALL // 4:
+        return KEYS_AS_ROWS
+    return EIGHT_WARPS if keys >= KEYS_OF_ALL else 4
 
 
 @functools.lru_cache(maxsize=1024)

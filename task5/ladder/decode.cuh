@@ -45,7 +45,8 @@ struct Decode {
   int64_t table_stride;
   int batch, kv_heads, q_len, kv_len;  // kv_len: keys for which there is room
   int pages, window;
-  int rows;  // of a kv head
+  int new_keys;  // of each sequence, its newest: the launch ahead of this one may write them, and no others
+  int rows;      // of a kv head
   Divisor group, page_size, row_tiles;  // row_tiles: pairs that share a kv head's rows
   int tile_bits = 0;                    // B_c = 1 << tile_bits
   // 0, or in a batch-invariant call into how many chunks (rungs 1 and 2) or leaves of a tree (3, 4 and 6) the keys of a
@@ -255,8 +256,8 @@ inline cudaError_t launch_kernel(void (*kernel)(Arguments), dim3 grid, int threa
 #endif
 
 inline Decode make_decode(const View& q, const View& k, const View& v, const View& out, const int* seqlens_k,
-                          const int* leftpad_k, const int* block_table, int max_pages, int window, int chunks,
-                          float scale, float* partial, int slots, int* counters) {
+                          const int* leftpad_k, const int* block_table, int max_pages, int window, int new_keys,
+                          int chunks, float scale, float* partial, int slots, int* counters) {
   Decode a;
   a.q = q.data, a.q_strides = strides_of(q);
   a.k = k.data, a.k_strides = strides_of(k);
@@ -270,7 +271,7 @@ inline Decode make_decode(const View& q, const View& k, const View& v, const Vie
   a.kv_len = block_table ? max_pages * k.sizes[1] : k.sizes[1];
   a.group = Divisor(q.sizes[2] / k.sizes[2]);
   a.rows = a.q_len * (q.sizes[2] / k.sizes[2]);
-  a.window = window, a.chunks = chunks;
+  a.window = window, a.new_keys = new_keys, a.chunks = chunks;
   a.scale = scale;
   a.partial = partial, a.slots = slots, a.counters = counters;
   return a;

@@ -74,7 +74,7 @@ struct Producer {
 
   // Loads the tiles of the block's first item, then those of the others. What is found before the launch ahead of this
   // one is complete may have changed then: it is read again while the first tiles are on their way, and these are
-  // loaded once more if it has.
+  // loaded once more if it has. Keys that the launch ahead does not write are loaded before it is complete.
   DEVICE void run() {
     const Decode& a = c.a;
     int2 known = lengths(a, item.b);
@@ -90,17 +90,27 @@ struct Producer {
     for (int i = 0; i < AHEAD; ++i) {
       if (i < ahead) first[i] = place(s, tile + i);
     }
+    // Of the first tiles the launch ahead of this one writes none.
+    const int keys_first = ahead > 0 && (s.first + tile + ahead) * Memory::KEYS <= s.len - a.new_keys;
+    int2 then;
+    int page_then;
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
-      if (i < ahead) prefetch(first[i]);  // L2 is never wrong
+      if (i < ahead && !keys_first) prefetch(first[i]);  // L2 is never wrong
     }
-    wait_for_the_launch_before();
-    const int2 then = lengths(a, item.b);
-    const int page_then = number(page);
+#pragma unroll 1
+    for (int turn = keys_first; turn < keys_first + 2; ++turn) {  // loads and wait, or wait and loads
+      if (turn == 0 || turn == 2) {
+        wait_for_the_launch_before();
+        then = lengths(a, item.b), page_then = number(page);
+        continue;
+      }
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-      if (i < ahead) load_tile(first[i]);
+      for (int i = 0; i < AHEAD; ++i) {
+        if (i < ahead) load_tile(first[i]);
+      }
     }
+    if (keys_first) begin_the_next_launch();
     const bool same = __all_sync(~0u, page_then == now && then.x == known.x && then.y == known.y);
     if (same) {
       tile += ahead;

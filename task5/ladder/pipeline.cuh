@@ -142,18 +142,28 @@ struct Loader {
     }
   }
 
+  // Whether the launch ahead of this one writes none of the keys of a share's first tiles.
+  static DEVICE bool may_be_early(const Decode& a, const Walk& w) {
+    const int end = min(w.tile + AHEAD, w.end);
+    if (Sharing::SEVERAL_SEGMENTS && end == w.end) return false;  // the next segment is found with the last tile
+    return (w.s.first + end) << a.tile_bits <= w.s.len - a.new_keys;
+  }
   // Starts copying the first tiles to stages 0 and on.
   DEVICE void load_first(const Decode& a) {
     if constexpr (FINDS_AHEAD) {
-      if (is_last()) begin_the_next_launch();
 #pragma unroll
       for (int i = 0; i < AHEAD; ++i) copy_tile(a, first[i], i);
       if (next.any) move_on(a);
     } else {
 #pragma unroll 1  // instructions that run once have to be fetched
-      for (int stage = 0; stage < AHEAD; ++stage) load(a, stage);
+      for (int stage = 0; stage < AHEAD; ++stage) {
+        copy_tile(a, next, stage);
+        if (next.any) move_on(a);
+      }
     }
   }
+  // Whether there is nothing to load any more.
+  DEVICE bool done() const { return !next.any; }
   // Starts copying the next tile, if there is one, to stage `stage`.
   DEVICE void load(const Decode& a, int stage) {
     if (next.any && is_last()) begin_the_next_launch();
@@ -385,29 +395,37 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
   // what has to follow it, only loads and copies do.
   const bool early = DEPENDENT && Sharing::can_be_found_early(a);
   if (DEPENDENT && !early) wait_for_the_launch_before();
+  int keys_first;
   for (bool again = !early;; again = true) {
     share.find(a, loader.walk);
     queries.find(a, loader.walk);
     walk = loader.walk;
     loader.start(a, mem.KV[0][0][0][0], share.any(loader.walk));
     queries.find_here();
+    keys_first = !again && share.any(walk) && Load::may_be_early(a, walk);
     if (again) {
       cp_async_wait<0>();
-    } else {
-      if (share.any(walk)) loader.prefetch(a);  // what was read may be old, but L2 is never wrong
-      wait_for_the_launch_before();
+    } else if (!keys_first && share.any(walk)) {
+      loader.prefetch(a);  // what was read may be old, but L2 is never wrong
     }
-    share.read_again(a);
-    loader.read_again();
-    queries.load();
-    __syncwarp();  // the copies, and the page translations that they may wait for, come behind these loads
-    loader.load_first(a);
+    // Ahead of the wait these loads read what may change; but behind it their instructions have been fetched then.
+#pragma unroll 1
+    for (bool waited = !keys_first;; waited = true) {
+      if (waited && !again) wait_for_the_launch_before();
+      share.read_again(a);
+      loader.read_again();
+      queries.load();
+      __syncwarp();  // the copies, and the page translations that they may wait for, come behind these loads
+      if (!waited || !keys_first) loader.load_first(a);
+      if (waited) break;
+    }
     loader.find_next_pages(a);
     if (again || (share.holds() && loader.holds())) break;
   }
   if (!share.takes_part()) return;
   queries.store(mem.Q[0]);
   __syncthreads();  // Q complete
+  if (keys_first || (loader.done() && share.any(walk))) begin_the_next_launch();
 
   Math math;
   math.load_queries(mem.Q[0]);

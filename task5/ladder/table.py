@@ -6,7 +6,7 @@ from common.marked import replace, write_atomically
 from common.record import describe_run, sources_hash
 from common.record.grid import Grid
 from task5.ladder.bars import best_peer
-from task5.ladder.benchmark import CURVES, INVARIANT, OURS, PAGES, SHAPES, paged
+from task5.ladder.benchmark import CURVES, INVARIANT, NO_PROMISE, OURS, PAGES, SHAPES, paged
 from task5.ladder.peers import LABELS
 from task5.ladder.record import Record, Run, Tables, Times
 from task5.ladder.rungs import FOLDER, RUNGS
@@ -52,7 +52,7 @@ def grids(times: Times) -> list[Grid]:
             ratio = f"{times.microseconds(shape, peer) / own:.2f}" if peer else "-"
             floor = _us(times.floor(shape))
             beside.rows.append([shape.key, floor, _us(own), spread, *rate, *others, ratio])
-    sides = [OURS, *(rung.label for rung in RUNGS), INVARIANT, *map(paged, PAGES)]
+    sides = [OURS, *(rung.label for rung in RUNGS), NO_PROMISE, INVARIANT, *map(paged, PAGES)]
     variants = Grid("Microseconds per call, all rungs and variants", ["", *sides])
     for shape in SHAPES:
         texts = [_us(times.microseconds(shape, side)) for side in sides]

@@ -10,7 +10,7 @@ import torch
 from common.check import assert_close
 from common.check.rng import new_seed
 from common.tests.devices import DEVICE, of_gpus_hopper
-from task5.ladder import call, decode_attention
+from task5.ladder import append_rope, call, decode_attention
 from task5.ladder.call import EIGHT_WARPS, KEYS_AS_ROWS, ON_CPU
 
 RUNGS = [1, *(pytest.param(n, marks=of_gpus_hopper) for n in (2, 3, 4, 5, 6)), None]
@@ -35,6 +35,7 @@ class Case:
         self.head_dim, self.room = r.choice(head_dims), max(self.q_len, r.choice(LENGTHS))
         dtype = r.choice(dtypes)
         self.window = r.choice((None, None, 1, 17, 100))
+        self.new_keys = r.choice((None, 0, self.q_len, 100))
         self.lengths = [r.randint(0, self.room) for _ in range(self.batch)]
         self.leftpad = [r.choice((0, 0, 0, r.randint(0, self.room))) for _ in range(self.batch)]
 
@@ -71,7 +72,7 @@ class Case:
     def run(self, sequences=None, *, paged=False, **options):
         """The kernel's result for these sequences, in this order."""
         chosen = list(range(self.batch)) if sequences is None else sequences
-        given = dict(window=self.window, **options)
+        given = dict(window=self.window, new_keys=self.new_keys) | options
         for name, values in (("seqlens_k", self.lengths), ("leftpad_k", self.leftpad)):
             given[name] = torch.tensor(
                 [values[b] for b in chosen], dtype=torch.int32, device=DEVICE
@@ -79,7 +80,10 @@ class Case:
         k, v = self.k[chosen], self.v[chosen]
         if paged:
             k, v, given["block_table"] = self.pages(k, v)
-        return decode_attention(self.q[chosen], k, v, **given)
+        q = self.q[chosen]
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()  # new_keys is a promise: the launch ahead writes no older ones
+        return decode_attention(q, k, v, **given)
 
     def pages(self, k, v):
         """The caches as pages in a random order, among others full of NaN."""
@@ -353,8 +357,9 @@ def test_nothing_to_do(batch, room):
     assert torch.equal(decode_attention(q, k, v), torch.zeros_like(q))
 
 
+@pytest.mark.parametrize("new_keys", [None, 0])
 @pytest.mark.parametrize("rung", RUNGS)
-def test_lengths_may_change_just_before(rung):
+def test_lengths_may_change_just_before(rung, new_keys):
     """A launch may begin before the one that changes the lengths is complete."""
     case = Case(5, (torch.float16,))
     case.leftpad, case.room = [0] * case.batch, case.k.shape[1]
@@ -370,7 +375,9 @@ def test_lengths_may_change_just_before(rung):
         lengths.fill_(-3)
         for _ in want:
             lengths.add_(3)
-            got.append(decode_attention(case.q, k, v, seqlens_k=lengths, rung=rung))
+            got.append(
+                decode_attention(case.q, k, v, seqlens_k=lengths, rung=rung, new_keys=new_keys)
+            )
 
     steps()
     if DEVICE == "cuda":
@@ -381,6 +388,43 @@ def test_lengths_may_change_just_before(rung):
         graph.replay()
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("rung", RUNGS)
+def test_the_launch_ahead_writes_the_newest_keys(rung, paged):
+    """Older keys are loaded before that launch is complete, the newest ones after it, with their page numbers."""
+    torch.manual_seed(new_seed())
+    batch, heads, kv_heads, q_len = 2, 8, 2, 3
+    room = 640 if DEVICE == "cpu" else 2560
+    cache = torch.randn(2, batch, room, kv_heads, 128, device=DEVICE).half()
+    lengths = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+    begin = torch.tensor([room // 2, 20], dtype=torch.int32, device=DEVICE)
+    qkv = torch.randn(30, batch, q_len, heads + 2 * kv_heads, 128, device=DEVICE).half()
+    table = None
+    if paged:
+        table = torch.randperm(batch * room // 64).view(batch, -1).to(DEVICE, torch.int32)
+        cache = cache.view(2, -1, 64, kv_heads, 128)
+
+    def steps(own, **options):
+        lengths.copy_(begin)
+        outs = []
+        for new in qkv:
+            lengths.add_(q_len)
+            q, k, v = new.split((heads, kv_heads, kv_heads), 2)
+            append_rope(q, k, v, *own, seqlens_k=lengths, block_table=table)
+            outs.append(decode_attention(q, *own, seqlens_k=lengths, block_table=table, **options))
+        return outs
+
+    want, own = steps(cache.clone(), rung=rung), cache.clone()
+    got = steps(own, rung=rung, new_keys=q_len)
+    if DEVICE == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = steps(own, rung=rung, new_keys=q_len)
+        own.copy_(cache)
+        graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA graphs")
@@ -435,6 +479,8 @@ HALF = torch.float16
         ({"k": torch.zeros(1, 40, 2, 68, dtype=HALF)[..., 2:-2]}, "k must have a contiguous last dimension, and rows that begin"),
         ({"window": 0}, "window must be at least 1 key, or None; got 0"),
         ({"window": "a"}, "window must be at least 1 key, or None; got 'a'"),
+        ({"new_keys": -1}, "new_keys must be at least 0 keys, or None; got -1"),
+        ({"new_keys": 1.5}, "new_keys must be at least 0 keys, or None; got 1.5"),
         ({"scale": -1.0}, "scale must be above 0 and finite; got -1.0"),
         ({"scale": math.nan}, "scale must be above 0 and finite; got nan"),
         ({"scale": 1e300}, "scale must be above 0 and finite; got 1e\\+300"),

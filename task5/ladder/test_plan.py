@@ -41,13 +41,12 @@ def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
             for batch in (1, 3, 64):
                 for kv_len in (1, 100, 5000, 200_000):
                     for page_size in (None, 16, 64):
-                        rung = call._fastest(
-                            h200(**shape), batch * kv_heads, kv_len, True, page_size
-                        )
-                        rungs.add(rung)
-                        leaves.add(
-                            call._plan(h200(**shape), batch, kv_heads, kv_len, True, rung).chunks
-                        )
+                        for choose in (call._fastest, call._fastest_ahead):
+                            shared = h200(**shape), batch * kv_heads, kv_len
+                            rung = choose(*shared, True, page_size)
+                            plan = call._plan(shared[0], batch, kv_heads, kv_len, True, rung)
+                            rungs.add(rung)
+                            leaves.add(plan.chunks)
             assert rungs <= {3, 4, 6} and len(leaves) == 1  # which have the same tree
     for wide, rung in (
         (dict(head_dim=256), 4),
@@ -55,7 +54,8 @@ def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
         (dict(rows=33), 5),
     ):
         chosen = {
-            call._fastest(h200(dtype=2, **wide), heads, kv_len, True, page_size)
+            choose(h200(dtype=2, **wide), heads, kv_len, True, page_size)
+            for choose in (call._fastest, call._fastest_ahead)
             for heads in (1, 8, 500)
             for kv_len in (9, 99_999)
             for page_size in (None, 16)
@@ -109,6 +109,31 @@ def test_the_rung_of_float32(h200, batch, kv_heads, kv_len, rung, blocks):
 )
 def test_the_rung_of_16_bits(h200, heads, kv_len, shape, rung):
     assert call._fastest(h200(dtype=2, **shape), heads, kv_len, False, None) == rung
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_len", "shape", "rung"),
+    [
+        (8, 1024, {}, 4),
+        (8, 2048, {}, KEYS_AS_ROWS),
+        (8, 4096, {}, 4),
+        (8, 8192, {}, EIGHT_WARPS),
+        (32, 1024, {}, 4),
+        (64, 512, {}, 4),
+        (128, 1024, {}, EIGHT_WARPS),
+        (256, 1024, {}, 4),
+        (12, 1024, {"head_dim": 64}, 4),
+        (96, 1024, {"head_dim": 64}, EIGHT_WARPS),
+        (48, 16384, {"head_dim": 64}, 4),
+        (96, 4096, {"head_dim": 64}, KEYS_AS_ROWS),
+        (768, 1024, {"head_dim": 64}, KEYS_AS_ROWS),
+        (8, 4096, {"rows": 32}, KEYS_AS_ROWS),
+        (32, 8192, {"head_dim": 256}, 4),
+        (8, 8192, {"dtype": 0}, 4),
+    ],
+)
+def test_the_rung_where_keys_are_loaded_ahead(h200, heads, kv_len, shape, rung):
+    assert call._fastest_ahead(h200(**{"dtype": 2} | shape), heads, kv_len, False, None) == rung
 
 
 def test_rung_5_does_not_take_small_pages(h200):
