@@ -1,7 +1,8 @@
 """GPT-2 by a loop of our own: the prompts at once, then one CUDA graph for each step.
 
 ``model.generate`` of transformers spends most of a step on the host: it calls some 150 kernels from Python, and builds
-masks and caches. Here lengths, tokens and the cache stay on the device, in buffers that stay where they are.
+masks and caches. Here lengths, tokens and the cache stay on the device, in buffers that stay where they are. For up
+to 8 prompts on a Hopper GPU, the whole step is one kernel.
 
     Gpt2Decoder    the prompts, a step, greedy decoding
     Gpt2Loop       its steps in transformers' ``generate``: padding, sampling, streaming, the end of a text
@@ -28,7 +29,7 @@ from task4.prefill import fast_attention
 from task5.ladder import append_rope, decode_attention
 from task6.generation.config import HEAD_DIMS
 from task6.generation.graph import GraphedStep
-from task6.generation.persistent import PersistentStep, StepModel
+from task6.generation.persistent import PersistentStep, StepModel, by_default
 from task6.generation.product import MAX_ROWS, product
 from task6.generation.weights import expect_room
 from task7.streaming import expect_steps
@@ -44,15 +45,18 @@ class Gpt2Decoder:
         fused: whether a step's products are :func:`task6.generation.product.product`, for batches up to 16; None: on a
             GPU. They read rows of weights, and GPT-2's are stored as columns: the layers' are copied once.
         persistent: whether a step is one launch, :class:`task6.generation.persistent.PersistentStep`, with these
-            copies: on a Hopper GPU, for up to 8 prompts.
+            copies: on a Hopper GPU, for up to 8 prompts. None: where that is so and the kernel takes the model, unless
+            ``fused`` is given; otherwise a step is a graph of launches.
 
     Attributes:
         tokens: int64 ``(batch,)``, the newest token of each sequence.
         lengths: int32 ``(batch,)``, how many positions of the cache are filled.
         logits: ``(batch, vocab)``, from which the newest tokens were taken.
+        one_launch: the persistent step, or None.
 
     Raises:
-        ValueError: sizes that do not fit the model, or what :func:`check_model` refuses.
+        ValueError: sizes that do not fit the model, what :func:`check_model` refuses, or with ``persistent=True`` what
+            such a step does not take.
         NotEnoughMemory: the cache, or the copies of the weights, do not fit on the device; nothing was allocated.
     """
 
@@ -63,7 +67,7 @@ class Gpt2Decoder:
         max_seq_len: int,
         *,
         fused: bool | None = None,
-        persistent: bool = False,
+        persistent: bool | None = None,
     ) -> None:
         c, w = model.config, model.transformer.wte.weight
         if batch < 1 or not 2 <= max_seq_len <= c.n_positions:
@@ -71,6 +75,7 @@ class Gpt2Decoder:
                 f"batch must be at least 1, and max_seq_len from 2 to {c.n_positions}; got {batch} and {max_seq_len}"
             )
         check_model(c)
+        open_to_both = persistent is None and fused is None
         fused = persistent or ((w.is_cuda if fused is None else fused) and batch <= MAX_ROWS)
         what, elements = "the keys and values", 2 * c.n_layer * batch * max_seq_len * c.n_embd
         if fused:
@@ -89,11 +94,11 @@ class Gpt2Decoder:
         self._blocks = [_Block.of(block) for block in model.transformer.h] if fused else None
         head = model.lm_head.weight  # wte's, unless the model's config says otherwise
         self._head = _Linear.of(head, None, model.transformer.ln_f) if fused else None
-        self._one_launch: PersistentStep | None = None
-        if persistent:
-            self._one_launch = PersistentStep(
-                self._step_model(), self.tokens, self.lengths, self.logits
-            )
+        self.one_launch: PersistentStep | None = None
+        if persistent or (open_to_both and fused):
+            step_model = self._step_model()
+            if persistent or by_default(step_model, self.lengths):
+                self.one_launch = PersistentStep(step_model, self.tokens, self.lengths, self.logits)
         self._advance = GraphedStep(self.tokens, self.lengths, max_seq_len)
 
     def generate(
@@ -213,8 +218,8 @@ class Gpt2Decoder:
         return seen
 
     def _step(self, seen: list[Tensor] | None = None) -> None:
-        if self._one_launch is not None and seen is None:
-            return self._one_launch()
+        if self.one_launch is not None and seen is None:
+            return self.one_launch()
         self.lengths += 1
         if self._blocks is None:
             hidden = self._layers(self.tokens[:, None], (self.lengths - 1)[:, None], seen)
@@ -252,7 +257,7 @@ class Gpt2Decoder:
             qkv = product(x, eps=eps, **block.qkv._asdict()).view(self.batch, 1, 3, self.heads, -1)
             q, k, v = qkv.unbind(2)
             append_rope(q, k, v, k_cache, v_cache, seqlens_k=self.lengths)
-            o = decode_attention(q, k_cache, v_cache, seqlens_k=self.lengths)
+            o = decode_attention(q, k_cache, v_cache, seqlens_k=self.lengths, new_keys=1)
             product(o.view(self.batch, -1), residual=x, out=x, **block.o._asdict())
             inner = product(x, eps=eps, activation="gelu", **block.up._asdict())
             product(inner, residual=x, out=x, **block.down._asdict())
@@ -271,7 +276,7 @@ class Gpt2Decoder:
             q, k, v = qkv.unbind(2)
             append_rope(q, k, v, k_cache, v_cache, seqlens_k=self.lengths)
             if seq == 1:
-                o = decode_attention(q, k_cache, v_cache, seqlens_k=self.lengths)
+                o = decode_attention(q, k_cache, v_cache, seqlens_k=self.lengths, new_keys=1)
             else:
                 o = fast_attention(q, k, v, causal=True)
             x = x + block.attn.c_proj(o.flatten(2))

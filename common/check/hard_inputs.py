@@ -11,6 +11,11 @@ from common.check import AttentionCase, Rng
 ACCURACY = ("normal", "large scores", "one huge key", "rows 1e4 apart", "heads 1e4 apart", "tiny values")  # fmt: skip
 # float32 at its limits.
 FLOAT32 = ("rows of 1e4 x larger scores", "one key of 1e3", "15 decades of v", "subnormal v")
+# What a product of float32 matrices may find hard: the same for what is q, k or a row of v there.
+FACTORS = (
+    "normal", "positive", "large", "tiny", "one huge row", "rows 1e4 apart", "columns 1e4 apart", "w inverse to x",
+    "15 decades of rows", "15 decades of columns", "outliers", "opposite ends", "subnormal",
+)  # fmt: skip
 # What a running maximum may find hard: the first two move it all the time.
 LAZY = ("rising scores", "jumps of more than 2^126", "sharp", "local", "sink", "spikes", "outliers")
 
@@ -67,6 +72,48 @@ def make_inputs(
         case _:
             raise ValueError(f"there are no inputs {name!r}")
     return tuple(t.to(dtype) for t in (q, k, v))
+
+
+def make_factors(name: str, rng: Rng, M: int, N: int, K: int) -> tuple[Tensor, Tensor]:
+    """x ``(M, K)`` and w ``(N, K)``, float32, of that name.
+
+    Raises:
+        ValueError: there are no such inputs.
+    """
+    x, w = rng.randn(M, K), rng.randn(N, K, scale=K**-0.5)
+    match name:
+        case "normal":
+            pass
+        case "positive":
+            x, w = x.abs(), w.abs()
+        case "large":
+            x, w = 4e3 * x, 4e3 * w
+        case "tiny":
+            x, w = 1e-20 * x, 1e-15 * w
+        case "one huge row":
+            x[M // 2] *= 1e3
+            w[N // 2] *= 1e3
+        case "rows 1e4 apart":
+            x, w = (t * 10 ** rng.uniform(-3, 1, len(t), 1) for t in (x, w))
+        case "columns 1e4 apart":
+            x = x * 10 ** rng.uniform(-3, 1, 1, K)
+        case "w inverse to x":
+            scale = 10 ** rng.uniform(-2, 2, 1, K)
+            x, w = x * scale, w / scale
+        case "15 decades of rows":
+            x, w = (t * 10 ** rng.uniform(-7.5, 7.5, len(t), 1) for t in (x, w))
+        case "15 decades of columns":
+            x = x * 10 ** rng.uniform(-7.5, 7.5, 1, K)
+        case "outliers":
+            x[:, :2] *= 100
+            w[:, :2] *= 10
+        case "opposite ends":
+            x, w = 1e-37 * x, 1e37 * w
+        case "subnormal":
+            x = 1e-40 * x
+        case _:
+            raise ValueError(f"there are no factors {name!r}")
+    return x, w
 
 
 def add_to_scores(q: Tensor, k: Tensor, amounts: Tensor, rows: Tensor | None = None) -> None:

@@ -116,6 +116,8 @@ _WRITTEN = (
     "task6/generation/RESULTS.md",
     "task6/generation/table.json",
     "task6/generation/*.png",
+    "task7/RESULTS.md",
+    "task7/table.json",
     # END STAFF
 )
 

@@ -50,6 +50,9 @@ LEFT_OUT = (
     "task6/generation/",  # and for a whole model
     "task4/ladder/",  # faster kernels for task 4; without it custom_flash_attention runs the student's
     "task7/decoder.py",  # GPT-2 by a loop of our own, on task5/ladder/
+    "task7/speed.py",  # and its times
+    "task7/RESULTS.md",
+    "task7/table.json",
     "task7/tiny_gpt2/corpus.py",
     "task7/tiny_gpt2/train.py",
     "task7/tiny_gpt2/training.json",

@@ -5,6 +5,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from common.tests.devices import DEVICE, of_gpus_hopper
+from task6.generation import persistent
 from task7.decoder import Gpt2Decoder
 from task7.inference import ModelWithCustomAttention
 
@@ -70,6 +71,26 @@ def test_random_weights_of_another_shape(way, new, tied):
             :, -1
         ]
     torch.testing.assert_close(decoder.logits, logits, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU would have to run it")
+def test_which_way_it_takes_by_itself(monkeypatch):
+    size = dict(vocab_size=56, n_embd=64, n_head=1, n_layer=1, n_positions=40)
+    model = GPT2LMHeadModel(GPT2Config(bos_token_id=None, eos_token_id=None, **size))
+
+    def one_launch(**way):
+        return Gpt2Decoder(model, 1, 40, **way).one_launch is not None
+
+    assert not one_launch() and one_launch(persistent=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(persistent, "is_hopper", lambda device: True)
+        patch.setattr(persistent, "sms_of", lambda device: 3)
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        assert one_launch()
+        assert not one_launch(fused=True) and not one_launch(persistent=False)
+        assert Gpt2Decoder(model, 9, 40).one_launch is None
+    with pytest.raises(ValueError, match="from 1 to 8 sequences; got 9"):
+        Gpt2Decoder(model, 9, 40, persistent=True)
 
 
 @pytest.mark.parametrize(

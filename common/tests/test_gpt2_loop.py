@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -134,6 +135,26 @@ def test_no_text_ends_where_its_end_is_ignored(loop, reference, monkeypatch, end
     want = reference.generate_tokens(tokens, mask, 8, ignore_end=True)
     assert want.shape[1] == tokens.shape[1] + 8
     assert torch.equal(loop.generate_tokens(tokens, mask, 8, ignore_end=True), want)
+
+
+def test_a_loop_of_steps_in_one_launch(reference, monkeypatch):
+    """Logits for sampling and for options, tokens that replace the likeliest, and hidden states."""
+    monkeypatch.setattr(decoder, "Gpt2Decoder", partial(Gpt2Decoder, persistent=True))
+    model, prompts = in_path("loop"), ["Once upon", "Why?"]
+    for options in ({}, {"do_sample": True, "seed": 3}):
+        assert model.generate(prompts, 4, **options) == reference.generate(prompts, 4, **options)
+    assert model._loop._decoder.one_launch is not None
+    for each in (model, reference):
+        monkeypatch.setattr(each.model.generation_config, "repetition_penalty", 1.8)
+    assert model.generate(prompts, 4) == reference.generate(prompts, 4)
+    tokens, mask = model.encode(prompts[:1])
+    mine, theirs = (each.trace(tokens, mask, 4) for each in (model, reference))
+    assert torch.equal(mine.sequences, theirs.sequences)
+    for a, b in zip(mine.logits, theirs.logits, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    for step, other in zip(mine.hidden_states, theirs.hidden_states, strict=True):
+        for a, b in zip(step, other, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
 
 
 def test_a_path_can_be_changed(reference):

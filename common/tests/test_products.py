@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from common.build import library, using
 from common.check import Rng
+from common.check.hard_inputs import FACTORS, make_factors
 from common.products import TensorCoreLinear, fp32, linear_of
 from common.products.fp32 import is_large
 from common.tests.devices import HOPPER, needs_hopper
@@ -161,50 +162,10 @@ def test_the_errors_that_the_kernels_header_gives(kept):
     assert all(low <= e <= high for e, (low, high) in zip(found, expected, strict=True)), found
 
 
-INPUTS = (
-    "normal", "positive", "large", "tiny", "one huge row", "rows 1e4 apart", "columns 1e4 apart", "w inverse to x",
-    "15 decades of rows", "15 decades of columns", "outliers", "opposite ends", "subnormal",
-)  # fmt: skip
-
-
-def make_inputs(name, rng, M, N, K):
-    """x and w, as the fp32 rung's inputs (common/check/hard_inputs.py): what is q, k or a row of v there."""
-    x, w = rng.randn(M, K), rng.randn(N, K, scale=K**-0.5)
-    match name:
-        case "positive":
-            x, w = x.abs(), w.abs()
-        case "large":
-            x, w = 4e3 * x, 4e3 * w
-        case "tiny":
-            x, w = 1e-20 * x, 1e-15 * w
-        case "one huge row":
-            x[M // 2] *= 1e3
-            w[N // 2] *= 1e3
-        case "rows 1e4 apart":
-            x, w = (t * 10 ** rng.uniform(-3, 1, len(t), 1) for t in (x, w))
-        case "columns 1e4 apart":
-            x = x * 10 ** rng.uniform(-3, 1, 1, K)
-        case "w inverse to x":
-            scale = 10 ** rng.uniform(-2, 2, 1, K)
-            x, w = x * scale, w / scale
-        case "15 decades of rows":
-            x, w = (t * 10 ** rng.uniform(-7.5, 7.5, len(t), 1) for t in (x, w))
-        case "15 decades of columns":
-            x = x * 10 ** rng.uniform(-7.5, 7.5, 1, K)
-        case "outliers":
-            x[:, :2] *= 100
-            w[:, :2] *= 10
-        case "opposite ends":
-            x, w = 1e-37 * x, 1e37 * w
-        case "subnormal":
-            x = 1e-40 * x
-    return x, w
-
-
-@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("name", FACTORS)
 def test_the_method_loses_less_than_fp32_rounded_at_every_step(name, request):
     rng = Rng(request.config.getoption("--seed"), "cpu", name)
-    x, w = (t.numpy() for t in make_inputs(name, rng, 16, 24, 1024))
+    x, w = (t.numpy() for t in make_factors(name, rng, 16, 24, 1024))
     truth = x.astype(np.float64) @ w.T.astype(np.float64)
     size = np.abs(x).astype(np.float64) @ np.abs(w).T.astype(
         np.float64
@@ -277,9 +238,9 @@ def expect_accuracy(x, w, bias=None, **options):
 
 
 @needs_hopper
-@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("name", FACTORS)
 def test_its_errors_are_no_larger_than_pytorchs(rng, name):
-    expect_accuracy(*make_inputs(name, rng, 1024, 2048, 2048))
+    expect_accuracy(*make_factors(name, rng, 1024, 2048, 2048))
 
 
 @needs_hopper
@@ -299,7 +260,7 @@ def test_its_errors_are_no_larger_than_pytorchs(rng, name):
 )
 @pytest.mark.parametrize("biased", [False, True])
 def test_sizes(rng, M, N, K, biased):
-    x, w = make_inputs("normal", rng, M, N, K)
+    x, w = make_factors("normal", rng, M, N, K)
     expect_accuracy(x, w, rng.randn(N) if biased else None)
 
 
@@ -309,7 +270,7 @@ def test_sizes(rng, M, N, K, biased):
 def test_the_cpu_runs_the_kernel_too(rng, monkeypatch, M, N, K, check):
     monkeypatch.setattr(fp32, "can_split", lambda dtype, device: True)
     monkeypatch.setattr(fp32, "is_large", lambda M, N, K: True)
-    x, w = make_inputs("rows 1e4 apart", rng, M, N, K)
+    x, w = make_factors("rows 1e4 apart", rng, M, N, K)
     bias = rng.randn(N)
     with using(check=check, order="random", seed=1, limit=120):
         got = multiply(x, w, bias)
@@ -331,7 +292,7 @@ def test_strided_rows_are_read_in_place(rng):
 
 @needs_hopper
 def test_slabs_change_nothing(rng, monkeypatch):
-    x, w = make_inputs("rows 1e4 apart", rng, 3333, 1000, 600)
+    x, w = make_factors("rows 1e4 apart", rng, 3333, 1000, 600)
     whole = multiply(x, w)
     monkeypatch.setattr(fp32, "SCRATCH", 2**21)
     assert fp32._slab(3333, 600) < 1000
@@ -340,7 +301,7 @@ def test_slabs_change_nothing(rng, monkeypatch):
 
 @needs_hopper
 def test_always_the_same_bits(rng):
-    x, w = make_inputs("normal", rng, 5000, 5000, 1024)
+    x, w = make_factors("normal", rng, 5000, 5000, 1024)
     linear = TensorCoreLinear()
     first = multiply(x, w, linear=linear)
     assert all(torch.equal(multiply(x, w, linear=linear), first) for _ in range(20))
@@ -348,7 +309,7 @@ def test_always_the_same_bits(rng):
 
 @needs_hopper
 def test_zeros_infinities_and_nan(rng):
-    x, w = make_inputs("normal", rng, 1024, 1024, 1024)
+    x, w = make_factors("normal", rng, 1024, 1024, 1024)
     x[3], w[5] = 0, 0
     x[7, 20], x[8, 1], w[9, 30] = torch.inf, -torch.inf, torch.inf
     x[10, 40], w[11, 50] = torch.nan, torch.nan
@@ -386,7 +347,7 @@ def there_and_back(layer):
 @needs_hopper
 @pytest.mark.parametrize("change", [change_in_place, replace, assign_data, load, there_and_back])
 def test_a_changed_weight_is_split_again(rng, change):
-    x, w = make_inputs("normal", rng, 1024, 1024, 1024)
+    x, w = make_factors("normal", rng, 1024, 1024, 1024)
     layer, linear = torch.nn.Linear(1024, 1024, bias=False, device="cuda"), TensorCoreLinear()
     layer.requires_grad_(False).weight.copy_(w)
     del w
@@ -398,7 +359,7 @@ def test_a_changed_weight_is_split_again(rng, change):
 
 @needs_hopper
 def test_a_weight_is_split_once(rng):
-    x, w = make_inputs("normal", rng, 1024, 1024, 1024)
+    x, w = make_factors("normal", rng, 1024, 1024, 1024)
     linear, launched = TensorCoreLinear(), []
     with library.observing(
         lambda kernels, name, arguments, launch: (launched.append(name), launch(arguments))
@@ -413,7 +374,7 @@ def test_a_weight_is_split_once(rng):
     "why", ["TF32", "gradients", "autocast", "another dtype", "transposed", "few rows"]
 )
 def test_pytorchs_product_is_taken(rng, why, monkeypatch):
-    x, w = make_inputs("normal", rng, 1024, 1024, 1024)
+    x, w = make_factors("normal", rng, 1024, 1024, 1024)
     if why == "TF32":
         monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
     elif why == "gradients":
@@ -435,7 +396,7 @@ def test_pytorchs_product_is_taken(rng, why, monkeypatch):
 
 @needs_hopper
 def test_in_a_cuda_graph(rng):
-    x, w = make_inputs("normal", rng, 1024, 1024, 1024)
+    x, w = make_factors("normal", rng, 1024, 1024, 1024)
     linear = TensorCoreLinear()
     linear(x, w)
     graph = torch.cuda.CUDAGraph()

@@ -16,12 +16,12 @@ from common.memory import NotEnoughMemory
 from common.products import PRODUCTS
 from common.products.fp32 import can_split
 from common.timing import IMPOSSIBLE, ImpossibleRate, reference
-from task6.generation import bars, endurance, plot, table
+from task6.generation import bars, endurance, graded, plot, table
 from task6.generation.benchmark import DTYPES, Case, Found, prepare, run
 from task6.generation.config import CONFIGS, find_config
 from task6.generation.parallel import Group, LostProcess, processes, world_size
 from task6.generation.peers import COMPILED, ONE_LAUNCH, PEERS, Make, compiled, one_launch
-from task6.generation.record import Record, Tables, Times, load, origin, save
+from task6.generation.record import GRADED_SOURCES, Record, Tables, Times, load, origin, save
 
 # Any of these on the command line of task6.test means this command.
 OPTIONS = (
@@ -85,8 +85,8 @@ def _parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     add("--seed", type=seed_of, default=0, metavar="N", help="of the weights and the prompt; default: %(default)s")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--bars", action="store_true",
-        help="time the cases that have bars, whatever the options above, say which are met, and write RESULTS.md and"
-        " its picture; needs a GPU. With torchrun: the bar for several GPUs")
+        help="time the cases that have bars, then float32 products, whatever the options above, say which are met,"
+        " and write RESULTS.md and its picture; needs a GPU. With torchrun: the bar for several GPUs")
     group.add_argument("--tokens", type=int, metavar="N",
         help="generate so many tokens for each sequence, twice, and look for growth in memory")
     group.add_argument("--render", action="store_true", help="only write RESULTS.md and the picture from table.json")
@@ -151,7 +151,7 @@ def _time(case: Case, options: argparse.Namespace, group: Group) -> int:
 
 
 def _bars(options: argparse.Namespace, group: Group) -> int:
-    """Time all cases that have bars, print the bars, and keep what was found."""
+    """Time all cases that have bars, and float32 products; print the bars, and keep what was found."""
     if group.world > 1:
         return _shared_bars(options, group)
     times = Times(origin("cuda", options.seed), reference().read_gb_per_s)
@@ -165,7 +165,21 @@ def _bars(options: argparse.Namespace, group: Group) -> int:
         _describe(found)
         _print(found, times.read_gb_per_s)
         times.found.append(found)
-    return _judge(times, "bars")
+    missed = _judge(times, "bars")
+    return _graded(options.seed) or missed
+
+
+def _graded(seed: int) -> int:
+    """Float32 products and the graded layer, beside PyTorch's."""
+    found = Tables(origin("cuda", seed, GRADED_SOURCES), [])
+    for grid in graded.grids(seed):
+        grid.print(console)
+        found.grids.append(grid)
+    record = load()
+    record.graded = found
+    save(record)
+    _render(record)
+    return 0 if all(met for grid in found.grids for met in grid.bars) else 1
 
 
 def _shared_bars(options: argparse.Namespace, group: Group) -> int:
@@ -200,14 +214,15 @@ def _judge(times: Times, name: str) -> int:
 
 
 def _endurance(case: Case, options: argparse.Namespace, group: Group) -> int:
-    """Many tokens; on a GPU what was found is kept."""
-    decoder, _ = prepare(case, options.device, options.seed, group)
+    """Many tokens, by the way that a decoder takes by itself; on a GPU what was found is kept."""
+    decoder, _ = prepare(case, options.device, options.seed, group, persistent=None)
+    way = ", a step in one launch" if decoder.one_launch else ""
     say = console.print if group.rank == 0 else lambda line: None
-    say(f"{case}, {case.new_tokens} new tokens at a time")
+    say(f"{case}{way}, {case.new_tokens} new tokens at a time")
     found = endurance.run(decoder, case.prompt, case.new_tokens, options.tokens, options.seed, say)
     if group.rank > 0:
         return 0
-    found.title = f"{case}: {found.title}"
+    found.title = f"{case}{way}: {found.title}"
     found.print(console)
     if options.device.type == "cuda" and group.world == 1:
         record = load()

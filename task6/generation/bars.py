@@ -36,7 +36,7 @@ BY_ONE = {2: 0.62, 4: 0.40}  # by the number of GPUs
 
 def grid(times: Times) -> Grid:
     """Each bar, what was found, and whether it is met."""
-    result = Grid("Bars", ["", "found", "bar", ""])
+    result = empty()
     alone = {found.case: found for found in times.found if found.world == 1}
     shared = len(alone) < len(times.found)
 
@@ -50,11 +50,8 @@ def grid(times: Times) -> Grid:
 
     def judge(name: str, found: float, at_most: float | None, unit: str = "") -> None:
         if at_most is not None:
-            add(name, f"{found:.4g}{unit}", f"at most {at_most:g}{unit}", found <= at_most)
-
-    def add(name: str, found: str, bar: str, met: bool) -> None:
-        result.bars.append(met)
-        result.rows.append([name, found, bar, "met" if met else "not met !"])
+            bar = f"at most {at_most:g}{unit}"
+            add(result, name, f"{found:.4g}{unit}", bar, found <= at_most)
 
     for found in times.found:
         case, (way, tbt) = found.case, fastest(found)
@@ -74,5 +71,16 @@ def grid(times: Times) -> Grid:
                 if other in found.same:
                     same, all_of = found.same[other], case.new_tokens
                     name = f"{case}: tokens equal to those of {other}"
-                    add(name, f"{same} of {all_of}", "all", same == all_of)
+                    add(result, name, f"{same} of {all_of}", "all", same == all_of)
     return result
+
+
+def empty() -> Grid:
+    """A table for bars."""
+    return Grid("Bars", ["", "found", "bar", ""])
+
+
+def add(grid: Grid, name: str, found: str, bar: str, met: bool) -> None:
+    """A bar, what was found, and whether it is met."""
+    grid.bars.append(met)
+    grid.rows.append([name, found, bar, "met" if met else "not met !"])

@@ -14,7 +14,7 @@ from task5.ladder.benchmark import reason_of
 from task6.generation.breakdown import STEPS, Part, breakdown, phases
 from task6.generation.config import Config, find_config
 from task6.generation.decoder import ROWS, Decoder
-from task6.generation.measure import Speed, generate, measure, step_bytes
+from task6.generation.measure import Speed, generate, measure, same_tokens, step_bytes
 from task6.generation.parallel import Group
 from task6.generation.peers import ONE_LAUNCH, Make
 from task6.generation.weights import Weights, expect_room
@@ -125,8 +125,17 @@ class Found:
         return self.read / read_gb_per_s / 1e6
 
 
-def prepare(case: Case, device: torch.device, seed: int, group: Group) -> tuple[Decoder, Tensor]:
+def prepare(
+    case: Case,
+    device: torch.device,
+    seed: int,
+    group: Group,
+    *,
+    persistent: bool | None = False,
+) -> tuple[Decoder, Tensor]:
     """A decoder with random weights, and a prompt, the same in all processes.
+
+    ``persistent`` is :class:`Decoder`'s. "The decoder" of the tables is the one whose step is a graph of launches.
 
     Raises:
         ValueError: the number of processes does not divide the model.
@@ -136,7 +145,9 @@ def prepare(case: Case, device: torch.device, seed: int, group: Group) -> tuple[
     case.expect_room(device, group)
     torch.manual_seed(seed)
     weights = Weights.random(config, device=device, dtype=DTYPES[case.dtype], group=group)
-    decoder = Decoder(weights, case.batch, case.length, group=group, products=case.products)
+    decoder = Decoder(
+        weights, case.batch, case.length, group=group, persistent=persistent, products=case.products
+    )
     return decoder, torch.randint(config.vocab, (case.batch, case.prompt), device=device)
 
 
@@ -185,7 +196,7 @@ def run(
     for name, make in (peers or {}).items():
         try:
             side = make(decoder.weights, case.batch, case.length)
-            found.same[name] = _same(tokens, generate(side, prompt, case.new_tokens))
+            found.same[name] = same_tokens(tokens, generate(side, prompt, case.new_tokens))
         except Exception as error:  # libraries raise all kinds of errors for what they do not take
             out_of_memory = isinstance(error, torch.cuda.OutOfMemoryError)
             found.left_out[name] = "out of memory" if out_of_memory else reason_of(error)
@@ -198,10 +209,6 @@ def run(
             step_us = 1e3 * found.speeds[ONE_LAUNCH].between.median_ms
             found.one_launch = phases(sides[ONE_LAUNCH], prompt, step_us)
     return found
-
-
-def _same(ours: Tensor, theirs: Tensor) -> int:
-    return int((ours == theirs).all(0).int().cumprod(0).sum())
 
 
 def _clock() -> int | None:

@@ -1,4 +1,7 @@
-"""Generation, a token after the other: the prompt at once, then one CUDA graph for each step."""
+"""Generation, a token after the other: the prompt at once, then one CUDA graph for each step.
+
+On a Hopper GPU that graph is a single kernel where persistent.cu takes the model, and else a kernel for each part.
+"""
 
 import torch
 from torch import Tensor
@@ -12,7 +15,7 @@ from task5.ladder import append_rope, decode_attention
 from task6.generation.elementwise import add_rms_norm, swiglu
 from task6.generation.graph import GraphedStep
 from task6.generation.parallel import Group
-from task6.generation.persistent import PersistentStep, StepModel
+from task6.generation.persistent import PersistentStep, StepModel, by_default
 from task6.generation.product import MAX_ROWS, product
 from task6.generation.weights import Weights, expect_room
 from task6.rope import RoPE
@@ -32,7 +35,8 @@ class Decoder:
         fused: whether a step's products are :func:`task6.generation.product.product`, for batches up to 16; None: on a
             GPU. The CPU layer takes long for them.
         persistent: whether a step is one launch, :class:`task6.generation.persistent.PersistentStep`: on a Hopper GPU,
-            for up to 8 sequences.
+            for up to 8 sequences. None: where that is so and the kernel takes the model, unless ``fused`` is given;
+            otherwise a step is a graph of launches.
         products: a prompt's: "torch", or "tensor cores" for float32 products as
             :class:`common.products.TensorCoreLinear` computes them on a Hopper. It keeps the weights of the layers a
             second time, in two parts of 16 bits.
@@ -45,7 +49,8 @@ class Decoder:
         one_launch: the persistent step, or None.
 
     Raises:
-        ValueError: sizes that are not positive, other ``products``, or what a persistent step does not take.
+        ValueError: sizes that are not positive, other ``products``, or with ``persistent=True`` what such a step does
+            not take.
         NotEnoughMemory: the cache, or the second copy of the weights, does not fit on the device; nothing was
             allocated.
     """
@@ -58,7 +63,7 @@ class Decoder:
         *,
         group: Group | None = None,
         fused: bool | None = None,
-        persistent: bool = False,
+        persistent: bool | None = None,
         products: str = "torch",
     ) -> None:
         if batch < 1 or max_seq_len < 2:
@@ -86,10 +91,13 @@ class Decoder:
         self.filled = 0  # the largest of lengths, known to the host
         self.group = group or Group()
         self.fused = w.is_cuda if fused is None else fused
+        model = self._step_model()
+        if persistent is None:
+            persistent = fused is None and by_default(model, self.lengths, self.group)
         self.one_launch: PersistentStep | None = None
         if persistent:
             self.one_launch = PersistentStep(
-                self._step_model(), self.tokens, self.lengths, self.logits, group=self.group
+                model, self.tokens, self.lengths, self.logits, group=self.group
             )
         self._advance = GraphedStep(self.tokens, self.lengths, max_seq_len)
 
@@ -222,7 +230,7 @@ class Decoder:
         append_rope(q, k, v, k_cache, v_cache, seqlens_k=self.lengths, cos=self.cos, sin=self.sin)
         seq = qkv.shape[1]
         if seq == 1:
-            o = decode_attention(q, k_cache, v_cache, seqlens_k=self.lengths)
+            o = decode_attention(q, k_cache, v_cache, seqlens_k=self.lengths, new_keys=1)
         else:
             o = fast_attention(q, k_cache[:, :seq], v_cache[:, :seq], causal=True)
         return o.view(self.batch * seq, -1)

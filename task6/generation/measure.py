@@ -1,7 +1,7 @@
 """How fast a generator is: the time to the first token, and between tokens."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +46,18 @@ def generate(side: Generator, prompt: Tensor, new_tokens: int) -> Tensor:
     return torch.cat(tokens, dim=1)
 
 
+def same_tokens(ours: Tensor, theirs: Tensor) -> int:
+    """How many tokens of all sequences are equal, of ``(batch, new_tokens)``, before one differs."""
+    return int((ours == theirs).all(0).int().cumprod(0).sum())
+
+
+def turns(names: Iterable[str], rounds: int) -> Iterator[str]:
+    """Each name once per round; every second round begins with the last."""
+    order = list(names)
+    for turn in range(rounds):
+        yield from order if turn % 2 == 0 else reversed(order)
+
+
 def measure(
     sides: Mapping[str, Generator], prompt: Tensor, new_tokens: int, *, rounds: int = ROUNDS
 ) -> dict[str, Speed]:
@@ -68,11 +80,10 @@ def measure(
             f"two tokens or more have a time between them; got new_tokens {new_tokens}"
         )
     samples = {name: ([], []) for name in sides}
-    for turn in range(rounds):
-        for name in sides if turn % 2 == 0 else reversed(list(sides)):
-            first, between = samples[name]
-            first.append(_timed(lambda side=sides[name]: side.prefill(prompt), prompt.is_cuda))
-            between += _steps(sides[name], new_tokens - 1, prompt.is_cuda)
+    for name in turns(sides, rounds):
+        first, between = samples[name]
+        first.append(timed(lambda side=sides[name]: side.prefill(prompt), prompt.is_cuda))
+        between += _steps(sides[name], new_tokens - 1, prompt.is_cuda)
     return {name: Speed.of(*times) for name, times in samples.items()}
 
 
@@ -87,7 +98,7 @@ def step_bytes(decoder: Decoder, length: float) -> float:
 def _steps(side: Generator, number: int, cuda: bool) -> list[float]:
     """Milliseconds of each."""
     if not cuda:
-        return [_timed(side.step, cuda) for _ in range(number)]
+        return [timed(side.step, cuda) for _ in range(number)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]
     events[0].record()
     for event in events[1:]:
@@ -97,8 +108,8 @@ def _steps(side: Generator, number: int, cuda: bool) -> list[float]:
     return [a.elapsed_time(b) for a, b in zip(events[:-1], events[1:], strict=True)]
 
 
-def _timed(run: Callable[[], object], cuda: bool) -> float:
-    """Milliseconds by the wall clock."""
+def timed(run: Callable[[], object], cuda: bool) -> float:
+    """Milliseconds by the wall clock, until a GPU is done."""
     if cuda:
         torch.cuda.synchronize()
     begin = time.perf_counter()

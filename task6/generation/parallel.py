@@ -43,6 +43,11 @@ class Group:
         self._shared: Tensor | None = None  # bytes that the other GPUs can read
         self._handles: list[object] = []  # of memory that the other GPUs can write to
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether each GPU reaches the others' memory, as :meth:`share_memory` found."""
+        return self._shared is not None
+
     def share_memory(self) -> None:
         """Small sums without NCCL from now on, where GPUs read each other's memory: a launch of some microseconds."""
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # is of no use for small sums

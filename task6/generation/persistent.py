@@ -62,6 +62,59 @@ class StepModel:
     sin: Tensor | None = None
 
 
+def why_not(model: StepModel, lengths: Tensor, group: Group | None = None) -> str | None:
+    """Why a persistent step does not take a model or a batch, in a sentence; None where it does.
+
+    Args:
+        model: what a step would read.
+        lengths: ``(batch,)``, on the device that it would run on.
+        group: the processes that share the model; None: this one alone.
+    """
+    group, rows, device = group or Group(), len(lengths), lengths.device
+    k_cache, v_cache = model.k_cache, model.v_cache
+    *_, kv_heads, head_dim = k_cache.shape
+    if not 1 <= rows <= MAX_ROWS:
+        return f"a persistent step takes from 1 to {MAX_ROWS} sequences; got {rows}"
+    if lengths.is_cuda and not is_hopper(device):
+        return f"of GPUs, a persistent step runs on Hopper alone; got tensors on {device}"
+    if group.world > MOST_GPUS:
+        return f"a persistent step is of up to {MOST_GPUS} processes; got {group.world}"
+    if len(model.layers) > MAX_LAYERS:
+        return f"a persistent step takes up to {MAX_LAYERS} layers; got {len(model.layers)}"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim must be one of {HEAD_DIMS}; got {head_dim}"
+    if model.heads % kv_heads:
+        return f"kv_heads must divide heads; got {kv_heads} and {model.heads}"
+    if model.activation == "swiglu" and any(
+        layer.get(name) is not None for layer in model.layers for name in ("up_sums", "up_bias")
+    ):
+        return "swiglu has neither up_sums nor up_bias"
+    tensors = [t for layer in model.layers for t in layer.values()]
+    tensors += [model.embedding, model.norm, model.head, model.head_sums, model.head_bias]
+    tensors += [k_cache[0], v_cache[0], model.positions]
+    for t in [t for t in tensors if t is not None]:
+        if not t.is_contiguous() or (t.dtype, t.device) != (model.embedding.dtype, device):
+            return "a persistent step takes contiguous tensors of one dtype and device"
+        if t.data_ptr() % 16 or (t.dim() > 1 and t.shape[-1] * t.element_size() % 16):
+            return f"tensors and their rows must begin at multiples of 16 bytes; got {describe(t)}"
+    if k_cache.stride() != v_cache.stride() or k_cache.stride(0) % k_cache.stride(1):
+        return (
+            "layers of k_cache and v_cache must be whole sequences apart, as far in both; got strides"
+            f" {k_cache.stride()} and {v_cache.stride()}"
+        )
+    return None
+
+
+def by_default(model: StepModel, lengths: Tensor, group: Group | None = None) -> bool:
+    """Whether a decoder's step is one launch where its caller does not say: on GPUs, and where the kernel takes it.
+
+    On a CPU it takes long. Several GPUs have to reach each other's memory. Arguments as for :func:`why_not`; all
+    processes of a group get the same answer.
+    """
+    reachable = group is None or group.world == 1 or group.shares_memory
+    return lengths.is_cuda and reachable and why_not(model, lengths, group) is None
+
+
 class PersistentStep:
     """A step of a model: called, it advances these buffers, in one launch. Of GPUs, for Hopper; the CPU can check it.
 
@@ -76,7 +129,8 @@ class PersistentStep:
         blocks: no more than the GPU holds at once, one on each SM; that many if None, and a few without a GPU.
 
     Raises:
-        ValueError: a model or a batch that the kernel does not take, or GPUs with no way to each other's memory.
+        ValueError: what :func:`why_not` names, buffers that do not fit the model, or GPUs with no way to each other's
+            memory.
     """
 
     def __init__(
@@ -90,31 +144,11 @@ class PersistentStep:
         blocks: int | None = None,
     ) -> None:
         group = group or Group()
+        if reason := why_not(model, lengths, group):
+            raise ValueError(reason)
         first, rows = model.layers[0], len(lengths)
         k_cache, v_cache = model.k_cache, model.v_cache
         (_, _, max_seq, kv_heads, head_dim), hidden = k_cache.shape, model.embedding.shape[1]
-        if not 1 <= rows <= MAX_ROWS:
-            raise ValueError(f"a persistent step takes from 1 to {MAX_ROWS} sequences; got {rows}")
-        if lengths.is_cuda and not is_hopper(lengths.device):
-            raise ValueError(
-                f"of GPUs, a persistent step runs on Hopper alone; got tensors on {lengths.device}"
-            )
-        if group.world > MOST_GPUS:
-            raise ValueError(
-                f"a persistent step is of up to {MOST_GPUS} processes; got {group.world}"
-            )
-        if len(model.layers) > MAX_LAYERS:
-            raise ValueError(
-                f"a persistent step takes up to {MAX_LAYERS} layers; got {len(model.layers)}"
-            )
-        if head_dim not in HEAD_DIMS:
-            raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")
-        if model.heads % kv_heads:
-            raise ValueError(f"kv_heads must divide heads; got {kv_heads} and {model.heads}")
-        if model.activation == "swiglu" and any(
-            layer.get(name) is not None for layer in model.layers for name in ("up_sums", "up_bias")
-        ):
-            raise ValueError("swiglu has neither up_sums nor up_bias")
         place = dict(device=lengths.device, dtype=model.embedding.dtype)
         expect("logits", logits, shape=(rows, len(model.head)), **place)
         for name, columns in (
@@ -130,25 +164,8 @@ class PersistentStep:
                 raise ValueError(f"{name} must have the cache's {max_seq} rows; got {len(t)}")
         if not all(t.is_contiguous() for t in (logits, model.cos, model.sin) if t is not None):
             raise ValueError("logits, cos and sin must be contiguous")
-        tensors = [t for layer in model.layers for t in layer.values()]
-        tensors += [model.embedding, model.norm, model.head, model.head_sums, model.head_bias]
-        tensors += [k_cache[0], v_cache[0]]
-        for t in [t for t in (*tensors, model.positions) if t is not None]:
-            if not t.is_contiguous() or (t.dtype, t.device) != (place["dtype"], place["device"]):
-                raise ValueError(
-                    "a persistent step takes contiguous tensors of one dtype and device"
-                )
-            if t.data_ptr() % 16 or (t.dim() > 1 and t.shape[-1] * t.element_size() % 16):
-                raise ValueError(
-                    f"tensors and their rows must begin at multiples of 16 bytes; got {describe(t)}"
-                )
         if blocks is None:
             blocks = sms_of(lengths.device)
-        if k_cache.stride() != v_cache.stride() or k_cache.stride(0) % k_cache.stride(1):
-            raise ValueError(
-                "layers of k_cache and v_cache must be whole sequences apart, as far in both; got strides"
-                f" {k_cache.stride()} and {v_cache.stride()}"
-            )
         shared_by = min(model.heads // kv_heads, MOST_HEADS)
         pairs = rows * kv_heads * math.ceil(model.heads // kv_heads / MOST_HEADS)
         splits = max(1, min(blocks // pairs, math.ceil(max_seq / FEWEST_KEYS)))

@@ -1,5 +1,8 @@
-"""What complete runs on a GPU found, in table.json: the bars, those of several GPUs, and the endurance run."""
+"""What complete runs on a GPU found, in table.json: the bars, those of several GPUs, the endurance run, and
+float32 products.
+"""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +24,14 @@ SOURCES = (
     "task5/ladder/append.py",
     "task5/ladder/call.py",
 )
+GRADED_SOURCES = (
+    "common/products/*",
+    "common/layer.py",
+    "task4/prefill.py",
+    "task4/ladder/*.cu",
+    "task4/ladder/*.cuh",
+    "task4/ladder/rungs.py",
+)
 
 
 @dataclass
@@ -39,6 +50,7 @@ class Record:
     bars: Times | None = None
     shared: dict[str, Times] = field(default_factory=dict)  # by the number of GPUs
     tokens: Tables | None = None
+    graded: Tables | None = None
 
 
 def load() -> Record:
@@ -51,6 +63,6 @@ def save(record: Record) -> None:
     write(TABLE, record)
 
 
-def origin(device: str, seed: int) -> Run:
+def origin(device: str, seed: int, sources: Sequence[str] = SOURCES) -> Run:
     """Where a run's figures come from."""
-    return provenance(SOURCES, device=device, seed=seed)
+    return provenance(sources, device=device, seed=seed)

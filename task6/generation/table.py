@@ -14,6 +14,7 @@ from task6.generation.record import FOLDER, Record, Run, Times
 
 PICTURE = "step.png"
 STALE = "The decoder has changed since."
+STALE_PRODUCTS = "The products or the layer have changed since."
 NOT_YET = "Not measured yet: `{}`."
 BARS, TOKENS = "python -m task6.generation --bars", "python -m task6.generation --tokens 10000"
 SHARED = "torchrun --nproc-per-node 2 -m task6.generation --bars"
@@ -29,21 +30,24 @@ def rendered(record: Record) -> str:
     parts["steps"] = [NOT_YET.format(BARS), ""]
     parts["shared"] = [NOT_YET.format(SHARED), ""]
     parts["tokens"] = [NOT_YET.format(TOKENS), ""]
+    parts["graded"] = [NOT_YET.format(BARS), ""]
     if times := record.bars:
-        parts["bars"] = [bandwidth(times), "", *bars.grid(times).markdown(), *_run(times.run)]
-        parts["times"] = _joined(side_by_side(found, times.read_gb_per_s) for found in times.found)
+        parts["bars"] = [bandwidth(times), "", *bars.grid(times).markdown(), *origin(times.run)]
+        parts["times"] = joined(side_by_side(found, times.read_gb_per_s) for found in times.found)
         parts["times"] += [line for found in times.found for line in left_out(found)]
         picture = [f"![The parts of a step]({PICTURE})", ""] * (FOLDER / PICTURE).exists()
         grids = [make(f, times.read_gb_per_s) for f in times.found for make in (step_parts, phases)]
-        parts["steps"] = picture + _joined(grids)
+        parts["steps"] = picture + joined(grids)
     if record.shared:
         parts["shared"] = []
         for _, times in sorted(record.shared.items()):
             grids = [bars.grid(times)]
             grids += [side_by_side(found, times.read_gb_per_s) for found in times.found]
-            parts["shared"] += [*_joined(grids), *_run(times.run)]
+            parts["shared"] += [*joined(grids), *origin(times.run)]
     if record.tokens:
-        parts["tokens"] = _joined(record.tokens.grids) + _run(record.tokens.run)
+        parts["tokens"] = joined(record.tokens.grids) + origin(record.tokens.run)
+    if record.graded:
+        parts["graded"] = joined(record.graded.grids) + origin(record.graded.run, STALE_PRODUCTS)
     text = (FOLDER / "RESULTS.md").read_text("utf-8")
     return replace(text, "ladder", parts, file="task6/generation/RESULTS.md")
 
@@ -73,7 +77,7 @@ def side_by_side(found: Found, read_gb_per_s: float | None) -> Grid:
     for name, speed in sorted(found.speeds.items(), key=lambda side: side[1].between.median_ms):
         tbt = speed.between
         rate = found.read / tbt.median_ms / 1e6
-        row = [name, f"{speed.first.median_ms:.4g}", f"{tbt.median_ms:.4g}", _spread(tbt)]
+        row = [name, f"{speed.first.median_ms:.4g}", f"{tbt.median_ms:.4g}", spread(tbt)]
         row += [f"{speed.p99_ms:.4g}", f"{tbt.median_ms / found.ours.between.median_ms:.2f}"]
         row += [f"{1e3 * batch / tbt.median_ms:,.0f}", f"{rate:,.4g}"]
         row += [f"{rate / read_gb_per_s:.0%}"] if read_gb_per_s else []
@@ -162,16 +166,18 @@ def _us(found: Found) -> str:
     return f"{1e3 * found.ours.between.median_ms:,.0f}"
 
 
-def _spread(timing: Timing) -> str:
+def spread(timing: Timing) -> str:
+    """From the 10th to the 90th percentile, in milliseconds."""
     return f"{timing.p10_ms:.4g} to {timing.p90_ms:.4g}"
 
 
-def _joined(grids: Iterable[Grid]) -> list[str]:
+def joined(grids: Iterable[Grid]) -> list[str]:
+    """The lines of these tables, but for those without rows."""
     return [line for grid in grids if grid.rows for line in grid.markdown()]
 
 
-def _run(run: Run) -> list[str]:
-    """Which run figures are from."""
+def origin(run: Run, stale: str = STALE) -> list[str]:
+    """Which run figures are from, and ``stale`` where its sources have changed."""
     sources = run["sources"]
-    stale = sources_hash(sources["patterns"]) != sources["sha256"]
-    return [f"Run of {describe_run(run)}", "", *([STALE, ""] if stale else [])]
+    changed = sources_hash(sources["patterns"]) != sources["sha256"]
+    return [f"Run of {describe_run(run)}", "", *([stale, ""] if changed else [])]

@@ -19,12 +19,13 @@ def plain(**sizes):
     return customModel(128, 2, 3, 61, 40, device=DEVICE, **sizes)
 
 
+@pytest.mark.parametrize("persistent", [None, False], ids=["by default", "launches"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_tokens_equal_the_plain_models(batch):
+def test_tokens_equal_the_plain_models(batch, persistent):
     model = plain()
     prompt = torch.randint(61, (batch, 7), device=DEVICE)
     want = generate(model, prompt, 20)
-    decoder = Decoder(Weights.of(model), batch, 40)
+    decoder = Decoder(Weights.of(model), batch, 40, persistent=persistent)
     assert torch.equal(decoder.generate(prompt, 20), want)
     assert torch.equal(decoder.generate(prompt, 20), want), "the second text of the same decoder"
     assert torch.equal(generate(model, prompt, 20), want), "the plain model shares the weights"
@@ -72,14 +73,15 @@ def test_weights_are_held_once():
     assert torch.equal(again.layers[0].gate_up, weights.layers[0].gate_up)
 
 
+@pytest.mark.parametrize("persistent", [None, False], ids=["by default", "launches"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_grouped_heads_equal_transformers_llama(tied):
+def test_grouped_heads_equal_transformers_llama(tied, persistent):
     config = Config(**{**SMALL.__dict__, "tied": tied})
     torch.manual_seed(1)
     weights = Weights.random(config, device=DEVICE)
     model = llama(weights)
     prompt = torch.randint(config.vocab, (2, 9), device=DEVICE)
-    decoder = Decoder(weights, 2, 64)
+    decoder = Decoder(weights, 2, 64, persistent=persistent)
     got = decoder.generate(prompt, 30)
     want = model.generate(prompt, max_new_tokens=30, do_sample=False, pad_token_id=0)[:, 9:]
     assert torch.equal(got, want)

@@ -1,6 +1,7 @@
 """Measuring generation: the sides, the parts of a step, the bars, what is written, and the command."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from task6.generation import (
     bars,
     benchmark,
     endurance,
+    graded,
     peers,
     plot,
     record,
@@ -30,6 +32,7 @@ from task6.generation import breakdown as parts
 from task6.generation.bars import COURSE, COURSE_FP32, LLAMA, TENSOR_CORES
 from task6.generation.benchmark import OURS, Case, Found, run
 from task6.generation.breakdown import GAPS, Part
+from task6.generation.graded import Beside
 from task6.generation.measure import Speed, generate, measure, step_bytes
 from task6.generation.record import Record, Tables, Times
 
@@ -43,7 +46,7 @@ def made(config, batch=2, length=30):
     torch.manual_seed(4)
     weights = Weights.random(config, device=DEVICE)
     prompt = torch.randint(config.vocab, (batch, 5), device=DEVICE)
-    return weights, Decoder(weights, batch, length), prompt
+    return weights, Decoder(weights, batch, length, persistent=False), prompt
 
 
 # Times ------------------------------------------------------------------------------------------------------
@@ -287,7 +290,7 @@ def folder(tmp_path, monkeypatch):
     for module in (table, plot):
         monkeypatch.setattr(module, "FOLDER", tmp_path)
     monkeypatch.setattr(record, "TABLE", tmp_path / "table.json")
-    names = ("bars", "times", "steps", "shared", "tokens")
+    names = ("bars", "times", "steps", "shared", "graded", "tokens")
     marks = (f"<!-- ladder: {name} -->\n<!-- end: {name} -->\n" for name in names)
     (tmp_path / "RESULTS.md").write_text("mine\n" + "".join(marks) + "mine\n")
     return tmp_path
@@ -296,27 +299,30 @@ def folder(tmp_path, monkeypatch):
 def test_the_record_is_read_as_it_was_written(folder):
     tokens = Tables(facts(), [Grid("10 tokens", ["", "found"], [["x", "1"]], [True])])
     shared = Times(facts(), READ, [made_up(COURSE, 84.0, 3.3), made_up(COURSE, 60.0, 2.0, 2)])
-    full = Record(times(), {"2": shared}, tokens)
+    graded = Tables(facts(), [Grid("products", ["", "x PyTorch"], [["x", "3.10"]], [True])])
+    full = Record(times(), {"2": shared}, tokens, graded)
     record.save(full)
     again = record.load()
     for a, b in zip(again.bars.found, full.bars.found, strict=True):
         assert a.case == b.case and a.parts == b.parts and a.same == b.same
         assert a.ours.between.median_ms == b.ours.between.median_ms
         assert a.ours.p99_ms == b.ours.p99_ms
-    assert again.shared["2"].found[1].world == 2 and again.tokens == tokens
+    assert (
+        again.shared["2"].found[1].world == 2 and again.tokens == tokens and again.graded == graded
+    )
     record.save(again)
     assert record.load() == again
 
 
 def test_results_are_filled_in_between_the_markers_only(folder):
     table.write(Record())
-    assert (folder / "RESULTS.md").read_text().count("Not measured yet") == 5
+    assert (folder / "RESULTS.md").read_text().count("Not measured yet") == 6
     full = Record(times("2026-03-03"))
     (folder / "step.png").touch()
     table.write(full)
     text = (folder / "RESULTS.md").read_text()
     assert text.startswith("mine\n") and text.endswith("\nmine\n") and "(step.png)" in text
-    assert "6 of 13 bars met" in text and text.count("Not measured yet") == 2
+    assert "6 of 13 bars met" in text and text.count("Not measured yet") == 3
     assert "A pure read in the same run: 4,000 GB/s." in text and "2026-03-03" in text
     assert f"| {OURS} | 84 | 3.3 | " in text and "| floor |  | 3.25 |" in text
     assert f"- {COURSE}: {peers.LLAMA}: out of memory" in text
@@ -326,13 +332,24 @@ def test_results_are_filled_in_between_the_markers_only(folder):
     assert "a step in one launch of 805 us" in text and table.STALE not in text
     full.bars.run["sources"]["sha256"] = "0"
     assert table.STALE in table.rendered(full)
+    full.graded = Tables(
+        facts("2026-04-04"), [Grid("products", ["", "x"], [["a", "3.10"]], [True])]
+    )
+    text = table.rendered(full)
+    assert "| a | 3.10 |" in text and "2026-04-04" in text and text.count("Not measured yet") == 2
+    full.graded.run["sources"]["sha256"] = "0"
+    assert table.STALE_PRODUCTS in table.rendered(full)
 
 
 def test_the_committed_results_are_what_is_rendered_from_the_record():
     """All but whether the decoder has changed since, which table.json does not say."""
 
     def lines(text):
-        return [line for line in text.splitlines() if line not in (table.STALE, "")]
+        return [
+            line
+            for line in text.splitlines()
+            if line not in (table.STALE, table.STALE_PRODUCTS, "")
+        ]
 
     committed = (record.FOLDER / "RESULTS.md").read_text("utf-8")
     assert lines(committed) == lines(table.rendered(record.load())), (
@@ -351,6 +368,66 @@ def test_the_picture(folder):
     for found in full.found:
         found.one_launch = []
     assert plot.draw(full) is None
+
+
+# Float32 products -------------------------------------------------------------------------------------------
+
+
+def beside(theirs, errors=None, ours=300.0, note=""):
+    return Beside("made up", speed(0, ours).between, speed(0, theirs).between, note, 2e12, errors)
+
+
+def test_float32_products_are_judged():
+    fine = {"normal": (0.25, 0.5), "subnormal": (1.0, 1.2)}
+    lost, nan = {"normal": (1.01, 1.0)}, {"normal": (0.2, 0.3), "tiny": (math.nan, 0.1)}
+    rows = [beside(900.0, fine), beside(899.0, lost), beside(900.0, nan), beside(math.nan, fine)]
+    grid = graded.product_grid([*rows, beside(900.0)])
+    judged = [row[-4:] for row in grid.rows]
+    assert judged[0] == ["3.00", "1.00", "subnormal", "1.20"] and grid.rows[0][-5] == "7"
+    assert judged[1] == ["3.00 !", "1.01 !", "normal", "1.00"]
+    assert judged[2] == ["3.00", "nan !", "tiny", "0.30"] and judged[3][:2] == ["nan !", "1.00"]
+    assert judged[4] == ["3.00", "nan !", "-", "nan"]
+    assert grid.bars == [True, True, False, False, True, False, False, True, True, False]
+    scaled = beside(600.0, note="scaled down: batch 32")
+    grid = graded.layer_grid([beside(900.0), scaled, beside(900.0, ours=math.nan)])
+    assert [row[-1] for row in grid.rows] == ["3.00", "2.00 !", "nan !"]
+    assert grid.bars == [True, False, False] and grid.rows[1][0] == f"made up; {scaled.note}"
+
+
+def test_errors_are_multiples_of_pytorchs(monkeypatch):
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 30), torch.randn(20, 30)
+    truth = x.double() @ w.double().T
+    off = 1e-3 * torch.randn(64, 20) * (x.abs() @ w.abs().T)
+    ours, theirs = ((truth + scale * off).float() for scale in (2, 1))
+    rms, largest = graded.relative_errors(ours, theirs, x, w)
+    assert rms == pytest.approx(2, rel=1e-3) and largest == pytest.approx(2, rel=1e-3)
+    ours[3, 4] = torch.nan
+    assert graded.relative_errors(ours, theirs, x, w) == (math.inf, math.inf)
+    theirs[3, 4] = torch.nan
+    assert all(map(math.isnan, graded.relative_errors(ours, theirs, x, w)))
+    monkeypatch.setattr(graded, "CHECKED", 16)  # rows 0, 4, 8 ...
+    assert graded.relative_errors(ours, theirs, x, w)[0] == pytest.approx(2, rel=1e-3)
+    zero = torch.zeros(2, 20)
+    assert graded.relative_errors(zero, zero, torch.zeros(2, 30), w) == (0, 0)
+
+
+def test_float32_products_are_measured(monkeypatch):
+    """All but the times, with PyTorch's own product in place of ours on a CPU."""
+
+    def measured(sides, *, check, seconds):
+        check({name: side() for name, side in sides.items()})
+        return dict(zip(sides, (beside(900.0).ours, beside(900.0).theirs), strict=True))
+
+    monkeypatch.setattr(graded, "measure", measured)
+    monkeypatch.setattr(graded, "SIZES", ((40, 30, 20), (90, 30, 20)))
+    for name, size in dict(CHECKED=16, BATCH=2, SEQ=12, HIDDEN=128, HEADS=2).items():
+        monkeypatch.setattr(graded, name, size)
+    products, layer = graded.grids(1, "cpu")
+    assert [row[0] for row in products.rows] == ["40 x 30 x 20", "90 x 30 x 20"]
+    assert all(row[-4:-2] == ["3.00", "1.00"] for row in products.rows)
+    names = [f"B2 S12 hidden 128, 2 heads, {mask}" for mask in ("non-causal", "causal")]
+    assert [row[0] for row in layer.rows] == names and layer.bars == [True, True]
 
 
 # Endurance --------------------------------------------------------------------------------------------------
@@ -482,9 +559,10 @@ def on_gpu(folder, monkeypatch):
         "device_of": lambda _: torch.device("cuda", 0),
         "reference": lambda: type("Chip", (), {"read_gb_per_s": READ}),
         "run": lambda case, **asked: made_up_times[case],
-        "origin": lambda device, seed: facts("2026-05-05"),
+        "origin": lambda device, seed, *sources: facts("2026-05-05"),
     }.items():
         monkeypatch.setattr(command, name, stand_in)
+    monkeypatch.setattr(graded, "grids", lambda seed: [graded.layer_grid([beside(1100.0)])])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     return made_up_times
@@ -494,7 +572,8 @@ def test_the_bars_of_a_gpu_are_kept(on_gpu, folder, monkeypatch, capsys):
     assert command.main(["--bars"]) == 1  # seven are missed
     shown = capsys.readouterr().out
     assert "6 of 13 bars met" in shown
-    assert set(json.loads(record.TABLE.read_text())) == {"bars", "shared", "tokens"}
+    assert set(json.loads(record.TABLE.read_text())) == {"bars", "shared", "tokens", "graded"}
+    assert "3.67" in shown and "1 of 1 bars met" in (folder / "RESULTS.md").read_text()
     assert "2026-05-05" in (folder / "RESULTS.md").read_text() and (folder / "step.png").exists()
     on_gpu[COURSE].speeds[OURS] = speed(84.0, 2.0)  # 13 GB in 2 ms
     assert command.main(["--bars"]) == 1

@@ -11,8 +11,11 @@ from common.build import using
 from common.check.rng import new_seed
 from common.tests.devices import DEVICE, of_gpus_hopper
 from task5.ladder import call
-from task6.generation import Decoder, Weights, persistent
+from task6.generation import CONFIGS, Decoder, Weights, persistent
+from task6.generation import decoder as decoder_module
+from task6.generation.benchmark import Case, prepare
 from task6.generation.config import Config
+from task6.generation.parallel import Group
 from task6.generation.persistent import PersistentStep
 
 CASES, STEPS = (6, 5) if DEVICE == "cuda" else (3, 2)
@@ -133,6 +136,51 @@ def test_of_gpus_it_is_for_hopper(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with pytest.raises(ValueError, match="of GPUs, a persistent step runs on Hopper alone"):
         PersistentStep(decoder._step_model(), decoder.tokens, decoder.lengths, decoder.logits)
+
+
+def test_which_way_a_decoder_takes_by_itself(monkeypatch):
+    """On a Hopper one launch, where the kernel takes the model and the GPUs reach each other's memory."""
+    decoder = Decoder(tiny_weights(), 1, 9, persistent=False)
+    model = decoder._step_model()
+    assert decoder.one_launch is None
+    assert persistent.why_not(model, torch.zeros(1)) is None or DEVICE == "cuda"
+    if DEVICE == "cpu":
+        assert Decoder(tiny_weights(), 1, 9).one_launch is None
+        assert not persistent.by_default(model, decoder.lengths)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for hopper in (True, False):
+        monkeypatch.setattr(persistent, "is_hopper", lambda device, hopper=hopper: hopper)
+        assert persistent.by_default(model, decoder.lengths) is hopper
+    monkeypatch.setattr(persistent, "is_hopper", lambda device: True)
+    nine = torch.zeros(9, dtype=torch.int32, device=DEVICE)
+    assert not persistent.by_default(model, nine)
+    assert not persistent.by_default(replace(model, heads=3, layers=[*model.layers] * 81), nine[:1])
+    two = Group(0, 2)
+    assert not persistent.by_default(model, decoder.lengths, two)
+    two._shared = torch.zeros(1)
+    assert persistent.by_default(model, decoder.lengths, two)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU would have to run it")
+def test_what_is_asked_for_by_name_is_what_runs(monkeypatch):
+    monkeypatch.setattr(decoder_module, "by_default", lambda *_: True)  # as on a Hopper
+    ways = [
+        ({}, True),
+        ({"persistent": False}, False),
+        ({"fused": False}, False),
+        ({"fused": True}, False),
+    ]
+    for options, one in ways:
+        decoder = Decoder(tiny_weights(), 1, 9, **options)
+        assert (decoder.one_launch is not None) is one, options
+    config = CONFIGS["tiny"]
+    case = Case("tiny", 1, 2, 2, "float32")
+    for way, one in (
+        ({}, False),
+        ({"persistent": None}, True),
+    ):  # "the decoder" of the tables is the launches
+        decoder, _ = prepare(case, torch.device("cpu"), 0, Group(), **way)
+        assert decoder.config == config and (decoder.one_launch is not None) is one
 
 
 def test_a_norm_that_begins_elsewhere():
