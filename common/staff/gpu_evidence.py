@@ -1,7 +1,8 @@
-"""What only a GPU can show: ``python -m common.staff.gpu_evidence [sanitizer] [pytest] [host]``, all by default.
+"""What only a GPU can show: ``python -m common.staff.gpu_evidence [PART ...]``, all by default.
 
-    sanitizer   compute-sanitizer's memcheck, racecheck, initcheck and synccheck of every kernel
+    sanitizer   compute-sanitizer's memcheck, racecheck, initcheck and synccheck of every kernel but decode's
                 (common/tests/test_devices_agree.py), and all but initcheck of the tasks' small cases
+    decode      the same four tools over the kernels of decode
     pytest      all tests with cuda tensors, among them the comparison of each kernel's outputs on CPU and GPU
     host        what a call of the ladder and a decode step of task 5 cost the host
 
@@ -20,7 +21,10 @@ import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 from common import child
+from common.build import builder, library
 from common.paths import ROOT
 from common.record import git_commit, machine, now, write_json
 from common.staff.host_cost import run_host
@@ -29,8 +33,8 @@ RECORD = ROOT / "common/records/gpu_evidence.json"
 AGREE = "largest difference between CPU and GPU"
 
 PYTEST = ["-m", "pytest", "-v", "-p", "no:cacheprovider"]  # -v names the kernel that hangs
-# In parts, which run side by side.
-EVERY_KERNEL = [
+# In two parts of the record: together they take long.
+DECODE, OTHERS = EVERY_KERNEL = [
     [*PYTEST, "common/tests/test_devices_agree.py", "-k", part] for part in ("decode", "not decode")
 ]
 SMALL_CASES = [
@@ -40,7 +44,7 @@ SMALL_CASES = [
 # initcheck sees only what instrumented kernels write and takes the results of PyTorch's kernels for uninitialised. In
 # EVERY_KERNEL only the course's kernels, and copies, run on the GPU.
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-JOBS = [(tool, test) for tool in TOOLS for test in EVERY_KERNEL]
+JOBS = [(tool, OTHERS) for tool in TOOLS]
 JOBS += [(tool, test) for test in SMALL_CASES for tool in ("memcheck", "racecheck", "synccheck")]
 LONGEST = 300  # seconds for one job; racecheck of the ladder, the longest on an H200, took 110
 
@@ -103,14 +107,26 @@ def run_pytest() -> dict:
 
 
 def run_sanitizer() -> dict:
-    """All jobs, several at a time."""
+    """All jobs but decode's, several at a time."""
     # For the CPU too, with which EVERY_KERNEL compares. Else each job would compile for itself.
     for device in ("cuda", "cpu"):
         build = [sys.executable, "-m", "common.build", "--device", device]
         subprocess.run(build, cwd=ROOT, check=True)
+    return _run(JOBS)
+
+
+def run_decode() -> dict:
+    """Decode's kernels with each tool."""
+    for device in map(torch.device, ("cuda", "cpu")):
+        sources = sorted((ROOT / "task5").glob("**/*.cu"))
+        builder.make([library.target_for(source, device) for source in sources])
+    return _run([(tool, DECODE) for tool in TOOLS])
+
+
+def _run(jobs: list[tuple[str, list[str]]]) -> dict:
     with ThreadPoolExecutor(7) as pool:
         try:
-            runs = list(pool.map(lambda job: sanitize(*job), JOBS))
+            runs = list(pool.map(lambda job: sanitize(*job), jobs))
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             child.end_all()
@@ -120,7 +136,12 @@ def run_sanitizer() -> dict:
 
 def main() -> None:
     """The command."""
-    parts = {"sanitizer": run_sanitizer, "pytest": run_pytest, "host": run_host}
+    parts = {
+        "sanitizer": run_sanitizer,
+        "decode": run_decode,
+        "pytest": run_pytest,
+        "host": run_host,
+    }
     parser = argparse.ArgumentParser(
         prog="python -m common.staff.gpu_evidence", description=__doc__.splitlines()[0]
     )

@@ -75,9 +75,8 @@ def _decode_rung(rng, device, rung, dtype, d, heads):
     pools = [torch.empty(10, 32, 2, d, dtype=dtype) for _ in "kv"]
     for pool, t in zip(pools, (k, v), strict=True):
         pool[pages.flatten().long()] = t.view(10, 32, 2, d)
-    got = decode_attention(
-        *(t.to(device) for t in (q, *pools)), block_table=pages.to(device), rung=rung
-    )
+    given = (t.to(device) for t in (q, *pools))
+    got = decode_attention(*given, block_table=pages.to(device), new_keys=2, rung=rung)
     k, v = (t.repeat_interleave(heads // 2, 2) for t in (k, v))
     return got, attention_float64(q, k, v, causal=True), attention_pytorch(q, k, v, causal=True)
 
