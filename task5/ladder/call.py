@@ -115,8 +115,10 @@ def decode_attention(
     call = _Call(q.device, dtype_code(q.dtype), head_dim, heads // kv_heads * q_len)
     page_size = None if block_table is None else k.shape[1]
     if rung is None:
-        choose = _fastest if new_keys is None else _fastest_ahead
-        rung = choose(call, batch * kv_heads, kv_len, batch_invariant, page_size)
+        given = call, batch * kv_heads, kv_len, batch_invariant, page_size
+        rung = None if new_keys is None else _fastest_ahead(*given)
+        if rung is None:  # nothing is loaded ahead of the wait
+            rung, new_keys = _fastest(*given), None
     plan = _plan(call, batch, kv_heads, kv_len, batch_invariant, rung)
     partial, counters = None, None
     if plan.floats:
@@ -305,23 +307,29 @@ def _fastest(
 
 def _fastest_ahead(
     call: _Call, heads: int, kv_len: int, batch_invariant: bool, page_size: int | None
-) -> int:
-    """The same for calls that load keys ahead of the wait.
+) -> int | None:
+    """The same for calls that load keys ahead of the wait; None where that gains nothing, as NOTES.md has measured it.
 
-    Rung 4 with a block on each SM gains the most, as the next launch's blocks are beside them; then rung 6.
+    What is ahead of the wait has to fit into the time of a launch: that of the shortest calls is as short.
     """
     sms, keys = sms_of(call.device), heads * kv_len
-    small = call.item_size == 2 and call.head_dim <= 128 and call.rows <= ROWS
-    if not (small and is_hopper(call.device)):
-        return _fastest(call, heads, kv_len, batch_invariant, page_size)
+    if (
+        call.item_size == 4
+        or call.head_dim == 256
+        or call.rows > ROWS
+        or not is_hopper(call.device)
+    ):
+        return None
     if heads > sms:
         return KEYS_AS_ROWS if call.head_dim == 64 and not batch_invariant else 4
     as_rows = not batch_invariant and (page_size or LONG_BOX) >= LONG_BOX
     if call.head_dim == 64 and keys >= 4 * KEYS_OF_ALL:
         return KEYS_AS_ROWS if as_rows and 2 * heads > sms else 4
-    if call.head_dim == 128 and as_rows and KEYS_OF_ALL // 8 < keys <= KEYS_OF_ALL // 4:
-        return KEYS_AS_ROWS
-    return EIGHT_WARPS if keys >= KEYS_OF_ALL else 4
+    if 2 * keys < KEYS_OF_ALL:
+        few = call.head_dim == 128 and as_rows and not page_size and 8 * keys > KEYS_OF_ALL
+        return KEYS_AS_ROWS if few else None
+    some = 4 * heads <= sms < 8 * heads and kv_len >= SHORT_CACHE
+    return EIGHT_WARPS if some or keys >= KEYS_OF_ALL else 4
 
 
 @functools.lru_cache(maxsize=1024)

@@ -419,13 +419,14 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
       if (!waited || !keys_first) loader.load_first(a);
       if (waited) break;
     }
+    if (PAGED && keys_first) begin_the_next_launch();  // which has to find its pages before it can load
     loader.find_next_pages(a);
     if (again || (share.holds() && loader.holds())) break;
   }
   if (!share.takes_part()) return;
   queries.store(mem.Q[0]);
   __syncthreads();  // Q complete
-  if (keys_first || (loader.done() && share.any(walk))) begin_the_next_launch();
+  if ((!PAGED && keys_first) || (loader.done() && share.any(walk))) begin_the_next_launch();
 
   Math math;
   math.load_queries(mem.Q[0]);

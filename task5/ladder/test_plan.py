@@ -43,7 +43,7 @@ def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
                     for page_size in (None, 16, 64):
                         for choose in (call._fastest, call._fastest_ahead):
                             shared = h200(**shape), batch * kv_heads, kv_len
-                            rung = choose(*shared, True, page_size)
+                            rung = choose(*shared, True, page_size) or 4
                             plan = call._plan(shared[0], batch, kv_heads, kv_len, True, rung)
                             rungs.add(rung)
                             leaves.add(plan.chunks)
@@ -54,13 +54,13 @@ def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
         (dict(rows=33), 5),
     ):
         chosen = {
-            choose(h200(dtype=2, **wide), heads, kv_len, True, page_size)
-            for choose in (call._fastest, call._fastest_ahead)
+            call._fastest(h200(dtype=2, **wide), heads, kv_len, True, page_size)
             for heads in (1, 8, 500)
             for kv_len in (9, 99_999)
             for page_size in (None, 16)
         }
         assert chosen == {rung}
+        assert call._fastest_ahead(h200(dtype=2, **wide), 8, 99_999, True, None) is None
 
 
 @pytest.mark.parametrize(
@@ -114,22 +114,23 @@ def test_the_rung_of_16_bits(h200, heads, kv_len, shape, rung):
 @pytest.mark.parametrize(
     ("heads", "kv_len", "shape", "rung"),
     [
-        (8, 1024, {}, 4),
+        (8, 1024, {}, None),
         (8, 2048, {}, KEYS_AS_ROWS),
         (8, 4096, {}, 4),
         (8, 8192, {}, EIGHT_WARPS),
-        (32, 1024, {}, 4),
+        (32, 1024, {}, EIGHT_WARPS),
         (64, 512, {}, 4),
         (128, 1024, {}, EIGHT_WARPS),
         (256, 1024, {}, 4),
-        (12, 1024, {"head_dim": 64}, 4),
+        (12, 1024, {"head_dim": 64}, None),
+        (12, 4096, {"head_dim": 64}, 4),
         (96, 1024, {"head_dim": 64}, EIGHT_WARPS),
         (48, 16384, {"head_dim": 64}, 4),
         (96, 4096, {"head_dim": 64}, KEYS_AS_ROWS),
         (768, 1024, {"head_dim": 64}, KEYS_AS_ROWS),
-        (8, 4096, {"rows": 32}, KEYS_AS_ROWS),
-        (32, 8192, {"head_dim": 256}, 4),
-        (8, 8192, {"dtype": 0}, 4),
+        (8, 4096, {"rows": 32}, None),
+        (32, 8192, {"head_dim": 256}, None),
+        (8, 8192, {"dtype": 0}, None),
     ],
 )
 def test_the_rung_where_keys_are_loaded_ahead(h200, heads, kv_len, shape, rung):
