@@ -69,8 +69,9 @@ def sanitize(tool: str, test: list[str]) -> dict:
     )
     clean = status == 0 and bool(summary) and all("SUMMARY: 0 " in line for line in summary)
     if not clean:
-        lines = [line for line in lines if "Host Frame" not in line]
-        print("\n".join(line[:160] for line in lines[-60:]))
+        found = [x for x in lines if x.startswith("=========") and "Host Frame" not in x]
+        rest = [line for line in lines if not line.startswith("=========")]
+        print("\n".join(line[:160] for line in [*found[:60], *rest[-40:]]))
     return {"tool": tool, "test": name, "clean": clean, "summary": summary}
 
 

@@ -18,7 +18,7 @@ from task4.attention import TILES, flash_attention, tile_fits
 from task4.ladder import RUNGS, ladder_attention
 from task5.attention import flash_attention_decode, update_kv_cache
 from task5.ladder import append_rope, decode_attention
-from task5.ladder.call import KEYS_AS_ROWS
+from task5.ladder.call import EIGHT_WARPS, KEYS_AS_ROWS
 from task5.ladder.call import RUNGS as DECODE_RUNGS
 from task5.ladder.chunk import chunk_attention
 from task6.generation.product import product
@@ -69,12 +69,12 @@ def _decode(rng, device, num_splits, dtype=torch.float32):
 
 
 def _decode_rung(rng, device, rung, dtype, d, heads):
-    """Pages in another order, two kv heads, two new tokens of each sequence."""
-    q, k, v = (rng.randn(2, n, h, d, dtype=dtype) for n, h in ((2, heads), (160, 2), (160, 2)))
-    pages = torch.tensor([[3, 9, 0, 5, 7], [1, 8, 2, 6, 4]], dtype=torch.int32)
-    pools = [torch.empty(10, 32, 2, d, dtype=dtype) for _ in "kv"]
+    """Pages in another order, two kv heads, two new tokens of each sequence; enough keys for several blocks."""
+    q, k, v = (rng.randn(2, n, h, d, dtype=dtype) for n, h in ((2, heads), (640, 2), (640, 2)))
+    pages = torch.arange(40, dtype=torch.int32).view(20, 2).flip(0).T.contiguous()
+    pools = [torch.empty(40, 32, 2, d, dtype=dtype) for _ in "kv"]
     for pool, t in zip(pools, (k, v), strict=True):
-        pool[pages.flatten().long()] = t.view(10, 32, 2, d)
+        pool[pages.flatten().long()] = t.view(40, 32, 2, d)
     given = (t.to(device) for t in (q, *pools))
     got = decode_attention(*given, block_table=pages.to(device), new_keys=2, rung=rung)
     k, v = (t.repeat_interleave(heads // 2, 2) for t in (k, v))
@@ -207,7 +207,7 @@ KERNELS = {
         for rung in DECODE_RUNGS
         if rung == 1 or THEY_RUN
         for dtype, d, heads in DECODE_CASES
-        if rung != KEYS_AS_ROWS or dtype != torch.float32
+        if (rung != KEYS_AS_ROWS or dtype != torch.float32) and (rung != EIGHT_WARPS or d <= 128)
     },
     **(
         {"chunk": partial(_chunk, split=None), "chunk, clusters": partial(_chunk, split=(2, 2))}
