@@ -5,7 +5,7 @@
 //
 // In 16 bits the rows of a group are the rows of a product on tensor cores, of which a single token of MHA uses one.
 // That wastes arithmetic, of which there is plenty; what counts is that each key is read once.
-constexpr int WARPS = 4, KV_BYTES = 64 * 1024;
+constexpr int WARPS = 4, KV_BYTES = 64 * 1024, MOST_ROWS = 32;
 #include "dispatch.cuh"
 #include "equal_shares.cuh"
 

@@ -2,7 +2,7 @@
 // architectures: sm_90a cpu
 //
 // Compared with rung 1, only the launch and its wait differ: dependent_launch.cuh.
-constexpr int WARPS = 4, KV_BYTES = 64 * 1024;
+constexpr int WARPS = 4, KV_BYTES = 64 * 1024, MOST_ROWS = 32;
 #include "dependent_launch.cuh"
 
 #include "dispatch.cuh"

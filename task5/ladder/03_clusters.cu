@@ -6,7 +6,7 @@
 // Compared with rung 2, no part goes through global memory and no block is counted, but for long caches of few pairs;
 // and a block has one segment: its code is less than half as long. Where a launch takes 4 microseconds, fetching
 // instructions is a good part of them.
-constexpr int WARPS = 4, KV_BYTES = 64 * 1024;
+constexpr int WARPS = 4, KV_BYTES = 64 * 1024, MOST_ROWS = 16;
 #include "dependent_launch.cuh"
 
 #include "cluster.cuh"

@@ -2,7 +2,7 @@
 // architectures: sm_90a cpu
 //
 // Compared with rung 3, KV_BYTES.
-constexpr int WARPS = 4, KV_BYTES = 96 * 1024;
+constexpr int WARPS = 4, KV_BYTES = 96 * 1024, MOST_ROWS = 16;
 #include "dependent_launch.cuh"
 
 #include "cluster.cuh"

@@ -3,7 +3,7 @@
 //
 // Compared with rung 4, WARPS and KV_BYTES. Where blocks are one to an SM, a warp that waits leaves its scheduler to
 // another one; and a cluster of eight blocks, on eight SMs, reads as much at once as sixteen of rung 4.
-constexpr int WARPS = 8, KV_BYTES = 192 * 1024;
+constexpr int WARPS = 8, KV_BYTES = 192 * 1024, MOST_ROWS = 16;
 #include "dependent_launch.cuh"
 
 #include "cluster.cuh"

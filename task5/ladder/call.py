@@ -47,7 +47,7 @@ KEYS_OF_ALL = (
     1 << 16
 )  # of all kv heads, some 500 for an SM: where rung 6 begins to be faster, see _fastest_ahead()
 LONG_BOX = 64  # keys of a page: of fewer, rung 5's copies are too small
-ROWS = 16  # of q that read a kv head at once, without another rung's being faster
+ROWS = 16  # of q in a pair of rungs 3, 4 and 6, at most; in 16 bits
 
 
 def decode_attention(
@@ -244,6 +244,11 @@ class _Call(NamedTuple):
         return 4 if self.dtype == dtype_code(torch.float32) else 2
 
     @property
+    def two_tiles(self) -> bool:
+        """Whether the rows of a kv head are two pairs of all rungs but 5."""
+        return ROWS < self.rows <= 2 * ROWS and self.head_dim <= 128
+
+    @property
     def compute_bound(self) -> bool:
         """Whether half of the SMs need longer to compute than the memory to deliver the keys."""
         return self.item_size == 4 or self.head_dim == 256
@@ -277,13 +282,12 @@ def _fastest(
         if call.head_dim == 256:
             return 4 if batch_invariant else 1
         return EIGHT_WARPS if 8 * heads <= sms and kv_len >= 2 * LONG_CACHE else 4
-    if call.head_dim == 256 and call.rows <= ROWS:  # no two blocks fit on an SM
-        return 4 if batch_invariant or heads <= sms else 1
     if call.rows > ROWS:
-        narrow = call.head_dim <= 128 and call.rows <= 2 * ROWS
-        return EIGHT_WARPS if batch_invariant and narrow else KEYS_AS_ROWS
+        return _of_rows(call, heads, kv_len, batch_invariant)
+    if call.head_dim == 256:  # no two blocks fit on an SM
+        return 4 if batch_invariant or heads <= sms else 1
     if heads > sms:
-        return 4 if call.head_dim == 128 or batch_invariant else 3
+        return _of_many(call, kv_len) if batch_invariant else 4 if call.head_dim == 128 else 3
     if 4 * heads > sms:
         return EIGHT_WARPS if 2 * heads <= sms and kv_len >= LONG_CACHE else 4
     if 8 * heads > sms:
@@ -305,6 +309,28 @@ def _fastest(
     return 3 if (page_size or LONG_BOX) < LONG_BOX else KEYS_AS_ROWS
 
 
+def _of_rows(call: _Call, heads: int, kv_len: int, batch_invariant: bool) -> int:
+    """The fastest of more than 16 rows: rung 5, unless two pairs of each kv head find more SMs that are idle.
+
+    Then the keys are read twice, once of them from L2.
+    """
+    sms, pairs = sms_of(call.device), 2 * heads
+    few_and_long = 32 * pairs <= sms and kv_len > 2 * LONG_CACHE
+    if not call.two_tiles or (not batch_invariant and (pairs > sms or few_and_long)):
+        return KEYS_AS_ROWS
+    return EIGHT_WARPS if pairs * kv_len >= KEYS_OF_ALL else 4
+
+
+def _of_many(call: _Call, kv_len: int) -> int:
+    """The fastest of the rungs with the same bits, batch-invariant, where pairs are more than SMs.
+
+    Of long sequences a warp has many leaves: with eight warps half as many. Of head_dim 64 three blocks fit on an SM.
+    """
+    if call.head_dim == 64:
+        return 3
+    return EIGHT_WARPS if kv_len >= 4 * SHORT_CACHE else 4
+
+
 def _fastest_ahead(
     call: _Call, heads: int, kv_len: int, batch_invariant: bool, page_size: int | None
 ) -> int | None:
@@ -313,15 +339,15 @@ def _fastest_ahead(
     What is ahead of the wait has to fit into the time of a launch: that of the shortest calls is as short.
     """
     sms, keys = sms_of(call.device), heads * kv_len
-    if (
-        call.item_size == 4
-        or call.head_dim == 256
-        or call.rows > ROWS
-        or not is_hopper(call.device)
-    ):
+    if call.item_size == 4 or call.head_dim == 256 or not is_hopper(call.device):
         return None
+    if call.rows > ROWS:
+        rung = _of_rows(call, heads, kv_len, batch_invariant)
+        return None if rung == KEYS_AS_ROWS else rung
     if heads > sms:
-        return KEYS_AS_ROWS if call.head_dim == 64 and not batch_invariant else 4
+        if batch_invariant:
+            return _of_many(call, kv_len)
+        return KEYS_AS_ROWS if call.head_dim == 64 else 4
     as_rows = not batch_invariant and (page_size or LONG_BOX) >= LONG_BOX
     if call.head_dim == 64 and keys >= 4 * KEYS_OF_ALL:
         return KEYS_AS_ROWS if as_rows and 2 * heads > sms else 4

@@ -1,4 +1,4 @@
-// The arithmetic that a call takes.
+// The arithmetic that a call takes. A rung has said MOST_ROWS of q that share one read of the keys, in 16 bits.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -13,7 +13,7 @@ struct Is {
 template <typename T, int D, typename Use>
 static int with_tensor_cores(int rows, Use use) {
   if (rows <= 8) return use(Is<TensorCores<T, D, 8>>{});
-  if constexpr (D <= 128) {  // at head_dim 256 O_i leaves no registers for 32 rows
+  if constexpr (MOST_ROWS == 32 && D <= 128) {  // at head_dim 256 O_i leaves no registers for 32 rows
     if (rows > 16) return use(Is<TensorCores<T, D, 32>>{});
   }
   return use(Is<TensorCores<T, D, 16>>{});

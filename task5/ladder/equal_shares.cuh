@@ -13,7 +13,7 @@ struct EqualShares {
   template <int ROWS_, int D_>
   struct Buffer {
     static constexpr int ROWS = ROWS_, D = D_;
-    static constexpr int FLOATS = ROWS < 16 ? 256 : 16 * ROWS;  // of a warp's O_i at a time, while stages are in use
+    static constexpr int FLOATS = ROWS < 16 ? 256 : 32 * ROWS;  // of a warp's O_i at a time, while stages are in use
     float O[WARPS][FLOATS];
     bool last;
   };
@@ -111,6 +111,7 @@ struct EqualShares {
       return;
     }
     const int i = threadIdx.x % items, group = threadIdx.x / items, row = i / QUADS, e = i % QUADS * 4;
+    static_assert(sizeof(buffer.O) >= THREADS * (sizeof(float4) + sizeof(float2)), "a part for each thread");
     float4* O = reinterpret_cast<float4*>(buffer.O);  // [THREADS], and behind it m, l
     float2* ml = reinterpret_cast<float2*>(O + THREADS);
     Part p;

@@ -5,7 +5,7 @@
 
 constexpr int MOST_BLOCKS = 16;  // of a cluster: a power of two
 constexpr int ALONE = 64;  // blocks that share a sequence by itself: a batch-invariant call has a part for each
-constexpr int ALL = 0, COMPUTE = 1;  // named barriers: of all five warps, of the four that compute
+constexpr int COMPUTE = 1, ALL = 2;  // named barriers: of the four warps that compute, of all five
 
 struct Arguments {
   Decode a;

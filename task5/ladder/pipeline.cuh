@@ -138,7 +138,7 @@ struct Loader {
   DEVICE bool holds() const { return !PAGED || __all_sync(~0u, then == found); }
   DEVICE void find_next_pages(const Decode& a) {
     if constexpr (PAGED) {
-      if (next.any) next_number = number(page_of(a, held + HELD));
+      if (next.any && held + HELD < walk.end) next_number = number(page_of(a, held + HELD));
     }
   }
 
@@ -350,7 +350,10 @@ struct Mask {
   }
 };
 
-// Merges the warps' parts of columns [e_0, e_0 + width): row r of a warp's O is at O[warp * stride + r * width].
+// Where column e of a row is among `width`, a multiple of 32, in shared memory: pairs of rows begin in other banks.
+DEVICE int place(int row, int e, int width) { return row * width + (e ^ row / 2 % 4 * 8); }
+
+// Merges the warps' parts of columns [e_0, e_0 + width), of which those of a warp are `stride` behind those of the last.
 // use(row, e, part) takes what comes out.
 template <typename Memory, typename Use>
 DEVICE void merge_warps(const Memory& mem, const float* O, int stride, int rows, int e_0, int width, Use use) {
@@ -360,7 +363,7 @@ DEVICE void merge_warps(const Memory& mem, const float* O, int stride, int rows,
     const int row = i / quads, e = 4 * (i - row * quads);
     use(row, e_0 + e, merge_tree<WARPS>([&](int warp) -> Part {
           return {mem.m[warp][row], mem.l[warp][row],
-                  *reinterpret_cast<const float4*>(&O[warp * stride + row * width + e])};
+                  *reinterpret_cast<const float4*>(&O[warp * stride + place(row, e, width)])};
         }));
   }
 }
@@ -419,14 +422,15 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
       if (!waited || !keys_first) loader.load_first(a);
       if (waited) break;
     }
-    if (PAGED && keys_first) begin_the_next_launch();  // which has to find its pages before it can load
+    const bool ready = keys_first || (loader.done() && share.any(walk));
+    if (PAGED && ready) begin_the_next_launch();  // which has to find its pages before it can load
     loader.find_next_pages(a);
     if (again || (share.holds() && loader.holds())) break;
   }
   if (!share.takes_part()) return;
   queries.store(mem.Q[0]);
   __syncthreads();  // Q complete
-  if ((!PAGED && keys_first) || (loader.done() && share.any(walk))) begin_the_next_launch();
+  if (!PAGED && (keys_first || (loader.done() && share.any(walk)))) begin_the_next_launch();
 
   Math math;
   math.load_queries(mem.Q[0]);
@@ -465,7 +469,7 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
     } else {  // the warp's leaves of the pair's tree
       const int leaves = share.leaves();  // 0, or a power of two
       // Subtrees whose right neighbour is not complete yet, of 1 << i leaves: small ones, which are many, in registers.
-      constexpr int FIT = Math::STATES_FIT ? 2 : 0;
+      constexpr int FIT = Math::STATES_FIT;
       typename Math::State waiting[Sharing::LEVELS], of_one, of_two;
       if (leaves == 0) math.start();
 #pragma unroll 1
@@ -475,6 +479,8 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
         if constexpr (FIT > 0) {
           if ((i & 1) == 0) of_one = math;
           if ((i & 1) == 1) math.merge_into(of_one);
+        }
+        if constexpr (FIT > 1) {
           if ((i & 3) == 1) of_two = math;
           if ((i & 3) == 3) math.merge_into(of_two);
         }
@@ -509,7 +515,7 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
       }
       // At the end of the share the stages are free, and have room for all columns.
       O = last ? reinterpret_cast<float*>(mem.KV) : mem.buffer.O[0];
-      const int stride = last ? ROWS * D : mem.buffer.FLOATS, columns = last ? D : min(D, stride / rows / 8 * 8);
+      const int stride = last ? ROWS * D : mem.buffer.FLOATS, columns = last ? D : min(D, stride / rows / 32 * 32);
       if (last) __syncthreads();  // the stages have been read
       for (int e_0 = 0; e_0 < D; e_0 += columns) {
         if (e_0) __syncthreads();  // the columns before have been merged

@@ -101,7 +101,11 @@ def test_the_rung_of_float32(h200, batch, kv_heads, kv_len, rung, blocks):
         (512, 1024, {"head_dim": 64}, 3),
         (8, 4096, {"head_dim": 64}, 4),
         (8, 8192, {"head_dim": 64}, 3),
-        (8, 4096, {"rows": 32}, KEYS_AS_ROWS),
+        (8, 4096, {"rows": 32}, EIGHT_WARPS),  # as two pairs each
+        (8, 1024, {"rows": 32}, 4),
+        (1, 32768, {"rows": 32}, KEYS_AS_ROWS),  # clusters for two pairs leave SMs idle
+        (67, 4096, {"rows": 32}, KEYS_AS_ROWS),  # one read for all rows
+        (8, 4096, {"rows": 33}, KEYS_AS_ROWS),
         (32, 8192, {"head_dim": 256}, 4),
         (133, 8192, {"head_dim": 256}, 1),
         (8, 4096, {"head_dim": 256, "rows": 32}, KEYS_AS_ROWS),
@@ -128,7 +132,9 @@ def test_the_rung_of_16_bits(h200, heads, kv_len, shape, rung):
         (48, 16384, {"head_dim": 64}, 4),
         (96, 4096, {"head_dim": 64}, KEYS_AS_ROWS),
         (768, 1024, {"head_dim": 64}, KEYS_AS_ROWS),
-        (8, 4096, {"rows": 32}, None),
+        (8, 4096, {"rows": 32}, EIGHT_WARPS),
+        (1, 32768, {"rows": 32}, None),
+        (8, 4096, {"rows": 33}, None),
         (32, 8192, {"head_dim": 256}, None),
         (8, 8192, {"dtype": 0}, None),
     ],
@@ -143,12 +149,19 @@ def test_rung_5_does_not_take_small_pages(h200):
 
 
 def test_the_rungs_of_a_batch_invariant_call(h200):
+    kv_lens = (1024, 2048, 4096, 8192, 16384)
+
     def rungs(heads, **shape):
-        kv_lens = (1024, 2048, 4096, 8192, 16384)
         return [call._fastest(h200(dtype=2, **shape), heads, n, True, None) for n in kv_lens]
 
+    def rungs_ahead(heads, **shape):
+        return [call._fastest_ahead(h200(dtype=2, **shape), heads, n, True, None) for n in kv_lens]
+
     assert rungs(8) == [4, 4, 3, 3, EIGHT_WARPS] and rungs(16) == [4, 3, 4, 4, EIGHT_WARPS]
-    assert rungs(8, head_dim=64) == [4, 4, 4, 3, 3] and set(rungs(500, head_dim=64)) == {4}
+    assert rungs(8, head_dim=64) == [4, 4, 4, 3, 3]
+    for fastest in (rungs, rungs_ahead):  # of more pairs than SMs
+        assert fastest(500) == [4, 4, *[EIGHT_WARPS] * 3] and set(fastest(500, head_dim=64)) == {3}
+    assert rungs(8, rows=32) == rungs_ahead(8, rows=32) == [4, 4, *[EIGHT_WARPS] * 3]
 
 
 @pytest.mark.parametrize(
