@@ -24,6 +24,7 @@ from transformers.masking_utils import causal_mask_function
 from common.inputs import describe
 from task4.prefill import fast_attention
 from task5.attention import flash_attention_decode
+from task7 import known_calls
 
 NAME = "course_attention"  # transformers takes a name with "flash" in it for one of its own
 
@@ -148,6 +149,12 @@ def course_attention(
         if kwargs.get(name) is not None:
             raise ValueError(f"our kernels have no {name}; got {kwargs[name]!r}")
 
+    # A step is bound by the host. Calls like earlier ones take half of its time.
+    plain_decode = attention_mask is None and query.shape[2] == 1
+    if plain_decode and (out := known_calls.launch(query, key, value, scaling)) is not None:
+        kernel_calls["decode"] += 1
+        return out, None
+
     # (batch, heads, n, d) -> (batch, n, heads, d): views, nothing is copied
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     batch, _, q_len, _ = query.shape
@@ -165,6 +172,8 @@ def course_attention(
     if q_len == 1:
         kernel_calls["decode"] += 1
         out = flash_attention_decode(q, k, v, scale=scaling, seqlens_k=end, leftpad_k=start)
+        if plain_decode:
+            known_calls.add(query, key, value)
     else:
         kernel_calls["prefill"] += 1
         out = fast_attention(q, k, v, causal=causal, scale=scaling, seqlens_k=end, leftpad_k=start)

@@ -40,6 +40,7 @@ suite = Suite(
         "task7/attention.py",
         "task7/find.py",
         "task7/inference*.py",
+        "task7/known_calls.*",
         "task7/model.py",
         "task4/attention*",
         "task4/prefill.py",

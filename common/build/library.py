@@ -135,6 +135,11 @@ def observing(observer: Observer) -> Iterator[None]:
         _observer = outer
 
 
+def is_observed() -> bool:
+    """Whether launches of this process are observed at present."""
+    return _observer is not None
+
+
 @functools.cache
 def dtype_code(dtype) -> int:
     """The number that stands for a dtype in a launcher's arguments: float32 0, float16 1, bfloat16 2.
@@ -223,6 +228,10 @@ class Kernels:
             call = self._calls[key] = self._launcher(*key)
         if status := call(arguments):
             _fail(name, status)
+
+    def parameters(self, name: str) -> tuple[str, ...]:
+        """The names of what a launcher or query takes, but for the stream; none if there is no such. Builds nothing."""
+        return tuple(self._exports[name].parameters) if name in self._exports else ()
 
     def address(self, name: str, device: Any) -> int:
         """Where a launcher is in memory as built for this GPU, for code in C that calls it.
