@@ -32,7 +32,7 @@ kernel_calls: Counter[str] = Counter()
 """How often each kernel was called in this process: ``prefill`` (task 4) and ``decode`` (task 5)."""
 
 # Arguments by which some models ask for other attention than softmax(scale q k^T) v.
-_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
+_UNSUPPORTED = {"sliding_window", "softcap", "s_aux", "position_bias"}
 
 
 def course_mask(
@@ -145,8 +145,8 @@ def course_attention(
         query.requires_grad or key.requires_grad or value.requires_grad
     ):
         raise ValueError("our kernels have no backward pass; run the model under torch.no_grad()")
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
+    for name in _UNSUPPORTED.intersection(kwargs):
+        if kwargs[name] is not None:
             raise ValueError(f"our kernels have no {name}; got {kwargs[name]!r}")
 
     # A step is bound by the host. Calls like earlier ones take half of its time.

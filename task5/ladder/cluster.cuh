@@ -57,7 +57,7 @@ struct Cluster {
     known = lengths(a, w.b);
     w.s = sequence(a, known);
     const int warps = bits + a.cluster_bits + WARP_BITS, warp = (blockIdx.x << WARP_BITS) + threadIdx.x / 32;
-    leaf_bits = a.chunks ? bits_of_leaves(31 - __clz(a.chunks), 31 - __clz(w.s.tiles)) : warps;
+    leaf_bits = a.chunks ? bits_of_leaves(31 - __clz(a.chunks), 31 - __clz(w.s.tiles), a.leaf_tile_bits) : warps;
     first = first_leaf(warp, warps), last = first_leaf(warp + 1, warps);
     w.tile = w.s.tiles * first >> leaf_bits;
     w.end = w.s.tiles * last >> leaf_bits;
@@ -100,14 +100,14 @@ struct Cluster {
   }
 
   // Whether a sequence that fills its cache has more leaves than warps.
-  template <int ROWS, int KEYS>
+  template <typename Math>
   static bool needs_tree(const Decode& a, int blocks) {
     if (a.chunks == 0) return false;
-    const int warps = blocks / (a.batch * a.kv_heads * ceil_div(a.rows, ROWS)) * WARPS;
+    const int warps = blocks / (a.batch * a.kv_heads * ceil_div(a.rows, Math::ROWS)) * WARPS;
     int most = 0, tile_bits = 0;
     while (2 << most <= a.chunks) ++most;
-    while (2 << tile_bits <= ceil_div(a.kv_len, KEYS)) ++tile_bits;
-    return 1 << bits_of_leaves(most, tile_bits) > warps;
+    while (2 << tile_bits <= ceil_div(a.kv_len, Math::KEYS)) ++tile_bits;
+    return 1 << bits_of_leaves(most, tile_bits, leaf_tile_bits<Math>()) > warps;
   }
   // Of a warp.
   static int64_t most_tiles(const Decode& a, int blocks) {
@@ -140,10 +140,10 @@ struct Cluster {
     a.cluster_bits == 0 ? write<T, ROWS, D>(a, w, quad, p) : clusters<ROWS, D>(a, w).put(quad, p);
   }
   static int pairs_of(const Decode& a) { return a.kv_heads * a.row_tiles.d; }
-  // Of a tree with at most 1 << most leaves: of two tiles each, or of four where there are many, and half of the most
-  // but for the longest sequences.
-  static __host__ DEVICE int bits_of_leaves(int most, int tile_bits) {
-    const int few = min(most - 1, max(min(tile_bits - 1, 5), tile_bits - 2));
+  // Of a tree with at most 1 << most leaves: of two tiles each, or of 1 << leaf_tile_bits where there are many, and half
+  // of the most but for the longest sequences.
+  static __host__ DEVICE int bits_of_leaves(int most, int tile_bits, int leaf_tile_bits) {
+    const int few = min(most - 1, max(min(tile_bits - 1, 5), tile_bits - leaf_tile_bits));
     return max(0, max(few, min(most, tile_bits - 6)));
   }
   DEVICE int first_leaf(int warp, int warps) const { return ((warp << leaf_bits) + (1 << warps) - 1) >> warps; }
@@ -161,6 +161,6 @@ static int clusters_at_once(int blocks, int tiles) {
 
 template <typename Math>
 static cudaError_t launch_clusters(const Decode& a, int blocks, cudaStream_t stream) {
-  const bool tree = Cluster<true>::needs_tree<Math::ROWS, Math::KEYS>(a, blocks);
+  const bool tree = Cluster<true>::needs_tree<Math>(a, blocks);
   return tree ? launch<Math, Cluster<true>>(a, blocks, stream) : launch<Math, Cluster<false>>(a, blocks, stream);
 }

@@ -39,7 +39,8 @@ struct Consumer {
   DEVICE void next() {
     if (++index == c.buffers) index = 0, parity ^= 1;
   }
-  DEVICE void release(int buffer) {  // after a wgmma_wait() or a __syncwarp()
+  DEVICE void release(int buffer) {
+    __syncwarp();  // all lanes have read it, and what is told of it
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&mem.empty[buffer]);
   }
 
@@ -237,7 +238,7 @@ struct Consumer {
     load_queries(item);
     barrier_sync(ALL, THREADS + 32);  // Q complete, and the first sequence is known
     s = mem.sequence;
-    for (int i = mem.skipped; i > 0; --i) wait(), __syncwarp(), release(index), next();
+    for (int i = mem.skipped; i > 0; --i) wait(), release(index), next();
 #pragma unroll 1
     for (int n = blockIdx.x + gridDim.x;; n += gridDim.x) {
       const Item then(c, min(n, c.items - 1), N);

@@ -52,7 +52,8 @@ struct Decode {
   // 0, or in a batch-invariant call into how many chunks (rungs 1 and 2) or leaves of a tree (3, 4 and 6) the keys of a
   // pair are cut at most, in any batch. Rung 5 finds that number itself.
   int chunks;
-  int cluster_bits = 0;  // 1 << cluster_bits clusters share a pair
+  int leaf_tile_bits = 2;  // 1 << leaf_tile_bits tiles of a leaf, where a pair has many
+  int cluster_bits = 0;    // 1 << cluster_bits clusters share a pair
   float scale;
   float* partial;  // [slot][rows of a pair][head_dim], and behind all of them m, l: [slot][rows of a pair][2]
   int64_t slots;  // in rungs 3 to 6, where several clusters share a pair, that of all pairs: see several_clusters.cuh

@@ -469,7 +469,7 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
     } else {  // the warp's leaves of the pair's tree
       const int leaves = share.leaves();  // 0, or a power of two
       // Subtrees whose right neighbour is not complete yet, of 1 << i leaves: small ones, which are many, in registers.
-      constexpr int FIT = Math::STATES_FIT;
+      constexpr int FIT = Math::STATES_FIT ? 2 : 0;
       typename Math::State waiting[Sharing::LEVELS], of_one, of_two;
       if (leaves == 0) math.start();
 #pragma unroll 1
@@ -479,8 +479,6 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
         if constexpr (FIT > 0) {
           if ((i & 1) == 0) of_one = math;
           if ((i & 1) == 1) math.merge_into(of_one);
-        }
-        if constexpr (FIT > 1) {
           if ((i & 3) == 1) of_two = math;
           if ((i & 3) == 3) math.merge_into(of_two);
         }
@@ -537,11 +535,15 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
   }
 }
 
+// Where states that wait are not in registers, merging takes longer, so it is done less often.
+template <typename Math>
+constexpr int leaf_tile_bits() { return Math::STATES_FIT ? 2 : 3; }
+
 template <typename Math, typename Sharing, bool PAGED>
 static cudaError_t launch(Decode a, int blocks, cudaStream_t stream) {
   constexpr auto kernel = decode_kernel<Math, Sharing, PAGED>;
   while (1 << a.tile_bits < Sharing::TILE_WARPS * Math::KEYS) ++a.tile_bits;
-  a.row_tiles = Divisor(ceil_div(a.rows, Math::ROWS));
+  a.row_tiles = Divisor(ceil_div(a.rows, Math::ROWS)), a.leaf_tile_bits = leaf_tile_bits<Math>();
   if (cudaError_t error = allow_shared_memory<kernel, sizeof(Shared<Math, Sharing>)>()) return error;
   if (cudaError_t error = prefer_shared_memory<kernel>()) return error;
   const int bytes = Shared<Math, Sharing>::bytes(Sharing::most_tiles(a, blocks));
