@@ -140,8 +140,8 @@ struct Cluster {
     a.cluster_bits == 0 ? write<T, ROWS, D>(a, w, quad, p) : clusters<ROWS, D>(a, w).put(quad, p);
   }
   static int pairs_of(const Decode& a) { return a.kv_heads * a.row_tiles.d; }
-  // Of a tree with at most 1 << most leaves: of two tiles each, or of 1 << leaf_tile_bits where there are many, and half
-  // of the most but for the longest sequences.
+  // Of a tree with at most 1 << most leaves: of two tiles each, or of 1 << leaf_tile_bits where there are many, and
+  // half of the most but for the longest sequences.
   static __host__ DEVICE int bits_of_leaves(int most, int tile_bits, int leaf_tile_bits) {
     const int few = min(most - 1, max(min(tile_bits - 1, 5), tile_bits - leaf_tile_bits));
     return max(0, max(few, min(most, tile_bits - 6)));

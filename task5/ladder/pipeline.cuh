@@ -353,7 +353,7 @@ struct Mask {
 // Where column e of a row is among `width`, a multiple of 32, in shared memory: pairs of rows begin in other banks.
 DEVICE int place(int row, int e, int width) { return row * width + (e ^ row / 2 % 4 * 8); }
 
-// Merges the warps' parts of columns [e_0, e_0 + width), of which those of a warp are `stride` behind those of the last.
+// Merges the warps' parts of columns [e_0, e_0 + width), which are `stride` floats apart.
 // use(row, e, part) takes what comes out.
 template <typename Memory, typename Use>
 DEVICE void merge_warps(const Memory& mem, const float* O, int stride, int rows, int e_0, int width, Use use) {

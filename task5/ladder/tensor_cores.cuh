@@ -3,16 +3,15 @@
 //   S^T = K_j Q^T       16 keys x 8 rows of q, summed over 16 columns of K by each product (m16n8k16)
 //   O^T = V_j^T P^T     16 columns of V x 8 rows, over 16 keys
 //
-// A product has 16 rows and 8 columns, and decode has 1 to 8 rows of q for a kv head more often than 16. So keys, of which
-// there are enough, are the products' rows, and rows of q their columns: none of a product is empty, and there are half
-// as many.
+// A product has 16 rows and 8 columns, and decode has mostly 1 to 8 rows of q for a kv head. So keys, of which there
+// are enough, are the products' rows, and rows of q their columns: half as many products as the other way round.
 #pragma once
 #include <cuda_runtime.h>
 
 #include "pipeline.cuh"
 
-// What a lane knows of some keys, where t = lane % 4 and g = lane / 4: of rows 8 r + 2 t and 8 r + 2 t + 1 of q m and l,
-// and columns g and g + 8 of each 16, [row % 2] and [2 + row % 2] of O_i.
+// What a lane knows of some keys, with t = lane % 4 and g = lane / 4: m and l of rows 8 r + 2 t and 8 r + 2 t + 1 of q,
+// and of these rows columns g and g + 8 of each 16: [row % 2] and [2 + row % 2] of O_i.
 template <int R, int D>
 struct ColumnsOfProducts {
   float O_i[D / 16][R][4], m_i[R][2], l_i[R][2];
@@ -245,6 +244,9 @@ struct TensorCores : ColumnsOfProducts<ROWS_ / 8, HEAD_DIM> {
   // Columns 16 e to 16 e + 15 of q, of all rows.
   static DEVICE void load_columns(uint32_t (&columns)[R][2], const T* Q_i, int e) {
 #pragma unroll
-    for (int r = 0; r < R; ++r) ldmatrix_x2(columns[r], Q_i + 8 * r * D + (offset(lane() % 8, lane() / 8 % 2) ^ 16 * e));
+    for (int r = 0; r < R; ++r) {
+      const int of_lane = offset(lane() % 8, lane() / 8 % 2);
+      ldmatrix_x2(columns[r], Q_i + 8 * r * D + (of_lane ^ 16 * e));
+    }
   }
 };
