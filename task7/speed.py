@@ -36,7 +36,7 @@ ATTENTION = {GENERATE: NAME, SDPA: "sdpa"}
 BETWEEN, BY_SDPA = 0.40, 1.0  # ms between the loop's tokens, at most; generate's speed, at least
 PROMPT, NEW_TOKENS = 100, 128
 SMALL = dict(n_layer=2, n_head=2, n_embd=128, vocab_size=300, n_positions=128)  # for a CPU
-ROUNDS = 9  # of generate; in each both sides have the prompt
+ROUNDS = 25  # of generate, in each both sides: the host, which decides, is slower in some seconds than in others
 WEIGHTS_STD = 0.04  # twice that of GPT-2's initial ones, whose greedy tokens repeat themselves
 FOLDER = Path(__file__).parent
 TABLE = FOLDER / "table.json"
