@@ -69,9 +69,6 @@ struct TensorCores : ColumnsOfProducts<ROWS_ / 8, HEAD_DIM> {
   using State = ColumnsOfProducts<R, D>;
   using State::O_i, State::m_i, State::l_i;
   static constexpr int N = D == 64 && R <= 2 ? 2 : 1, KEYS = 16 * N;  // of a tile, by one warp
-  // m_i is moved where a score is more than 2^LAZY times larger; until then P is that large at most, which costs no
-  // accuracy: it is rounded relative to its size, and sums are in fp32.
-  static constexpr float LAZY = 8.0f;
   // Of keys g (0, 1) and g + 8 (2, 3) of each 16: rows 2 t and 2 t + 1.
   float S[N][R][4];
   uint32_t P[N][R][2];  // keys 2 t, 2 t + 1 of each 8, of row g
@@ -149,10 +146,10 @@ struct TensorCores : ColumnsOfProducts<ROWS_ / 8, HEAD_DIM> {
 #pragma unroll
         for (int n = 1; n < N; ++n) top[r][i] = fmaxf(top[r][i], fmaxf(S[n][r][i], S[n][r][i + 2]));
         top[r][i] *= scale;
-        moves |= top[r][i] > m_i[r][i] + LAZY;
+        moves |= top[r][i] > m_i[r][i];
       }
     }
-    if (__any_sync(~0u, moves)) {
+    if (__any_sync(~0u, moves)) {  // in the first tiles, and ever less often
 #pragma unroll
       for (int r = 0; r < R; ++r) {
 #pragma unroll
