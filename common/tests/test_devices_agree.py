@@ -68,13 +68,13 @@ def _decode(rng, device, num_splits, dtype=torch.float32):
     return got, attention_float64(q, k, v), attention_pytorch(q, k, v)
 
 
-def _decode_rung(rng, device, rung, dtype, d, heads):
+def _decode_rung(rng, device, rung, dtype, d, heads, keys):
     """Pages in another order, two kv heads, two new tokens of each sequence; enough keys for several blocks."""
-    q, k, v = (rng.randn(2, n, h, d, dtype=dtype) for n, h in ((2, heads), (640, 2), (640, 2)))
-    pages = torch.arange(40, dtype=torch.int32).view(20, 2).flip(0).T.contiguous()
-    pools = [torch.empty(40, 32, 2, d, dtype=dtype) for _ in "kv"]
+    q, k, v = (rng.randn(2, n, h, d, dtype=dtype) for n, h in ((2, heads), (keys, 2), (keys, 2)))
+    pages = torch.arange(keys // 16, dtype=torch.int32).view(-1, 2).flip(0).T.contiguous()
+    pools = [torch.empty(keys // 16, 32, 2, d, dtype=dtype) for _ in "kv"]
     for pool, t in zip(pools, (k, v), strict=True):
-        pool[pages.flatten().long()] = t.view(40, 32, 2, d)
+        pool[pages.flatten().long()] = t.view(-1, 32, 2, d)
     given = (t.to(device) for t in (q, *pools))
     got = decode_attention(*given, block_table=pages.to(device), new_keys=2, rung=rung)
     k, v = (t.repeat_interleave(heads // 2, 2) for t in (k, v))
@@ -153,10 +153,16 @@ def _rung(rng, device, rung):
 
 
 THEY_RUN = HOPPER or DEVICE == "cpu"  # the kernels that are for Hopper, of all GPUs
-DECODE_CASES = (
-    (torch.float32, 64, 2), (torch.float32, 128, 8), (torch.float32, 256, 20), (torch.float16, 64, 2),
-    (torch.bfloat16, 128, 8), (torch.bfloat16, 128, 40), (torch.float16, 256, 20),
-)  # fmt: skip
+# On an H200 float32 with head_dim 256 has clusters of 16 blocks where there are 512 keys: gpu_evidence looks for the name.
+DECODE_CASES = [
+    *((torch.float32, d, heads, 640, "") for d, heads in ((64, 2), (128, 8))),
+    *(
+        (torch.float32, 256, 20, keys, more)
+        for keys, more in ((480, ""), (640, ", clusters of 16"))
+    ),
+    *((torch.float16, d, heads, 640, "") for d, heads in ((64, 2), (256, 20))),
+    *((torch.bfloat16, 128, heads, 640, "") for heads in (8, 40)),
+]
 
 
 def _runs_here(rung):
@@ -201,12 +207,12 @@ KERNELS = {
     "task5 decode, 3 splits": lambda rng, device: _decode(rng, device, 3),
     "task5 decode, bfloat16": lambda rng, device: _decode(rng, device, 1, torch.bfloat16),
     **{
-        f"decode rung {rung}, {str(dtype)[6:]}, head_dim {d}, {heads} heads": partial(
-            _decode_rung, rung=rung, dtype=dtype, d=d, heads=heads
+        f"decode rung {rung}, {str(dtype)[6:]}, head_dim {d}, {heads} heads{more}": partial(
+            _decode_rung, rung=rung, dtype=dtype, d=d, heads=heads, keys=keys
         )
         for rung in DECODE_RUNGS
         if rung == 1 or THEY_RUN
-        for dtype, d, heads in DECODE_CASES
+        for dtype, d, heads, keys, more in DECODE_CASES
         if (rung != KEYS_AS_ROWS or dtype != torch.float32) and (rung != EIGHT_WARPS or d <= 128)
     },
     **(
