@@ -72,9 +72,10 @@ def sanitize(tool: str, test: list[str]) -> dict:
     )
     clean = status == 0 and bool(summary) and all("SUMMARY: 0 " in line for line in summary)
     if not clean:
-        found = [x for x in lines if x.startswith("=========") and "Host Frame" not in x]
-        rest = [line for line in lines if not line.startswith("=========")]
-        print("\n".join(line[:160] for line in [*found[:60], *rest[-40:]]))
+        mark = "========="  # also behind the name of the test that pytest runs
+        found = [x[x.index(mark) :] for x in lines if mark in x and "Host Frame" not in x]
+        rest = [line for line in lines if mark not in line]
+        print("\n".join([*(x[:300] for x in found[:60]), *(line[:160] for line in rest[-40:])]))
     return {"tool": tool, "test": name, "clean": clean, "summary": summary}
 
 
