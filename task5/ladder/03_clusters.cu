@@ -6,6 +6,9 @@
 // Compared with rung 2, no part goes through global memory and no block is counted, but for long caches of few pairs;
 // and a block has one segment: its code is less than half as long. Where a launch takes 4 microseconds, fetching
 // instructions is a good part of them.
+//
+// A read of K and V serves 16 rows of q (MOST_ROWS), not 32: of 17 to 32 rows a second pair reads the keys again, on
+// SMs that would be idle otherwise, and half of the rows are half of a warp's work for a tile.
 constexpr int WARPS = 4, KV_BYTES = 64 * 1024, MOST_ROWS = 16;
 #include "dependent_launch.cuh"
 

@@ -4,11 +4,11 @@
 //   S^T = K_j Q^T          64 keys x N rows of q, N = 8 to 64
 //   O^T = V_j^T P^T        64 columns of V x N
 //
-// A product of the tensor cores has 16 rows at least, wgmma's 64, and decode has 1 to 16 rows of q for a kv head: in
-// rungs 1 to 4 most of a product's rows are nothing. Transposed, K_j and V_j are the 64 rows, and q the N columns. So
-//   products      8 instructions of the whole block instead of 32 of each warp, for 64 keys at head_dim 128, and no
-//                 ldmatrix: wgmma reads both operands from shared memory
-//   registers     O^T of 8 rows takes 8 of them, and up to 64 rows of q share a read of K and V
+// Keys are the rows of a product in rungs 1 to 4 and 6, too, where each warp has its own. wgmma has 64 rows, and four
+// warps share a product. So
+//   products      16 for 64 keys at head_dim 128, as many as a warp of those rungs has for its 16 keys of the 64, but
+//                 no ldmatrix beside them: wgmma reads both operands from shared memory
+//   registers     O^T of 8 rows takes 8 of them instead of 32, and up to 64 rows of q share a read of K and V
 //   warps         are not apart any more: all have the same m_i, and the block has one part in the end
 //   loads         one warp has TMA load what comes next, a page's keys of a tile in one instruction
 // P^T has to pass through shared memory: it is the operand with rows of keys.
@@ -36,7 +36,7 @@ decode_kernel(const __grid_constant__ Arguments c) {
   if (threadIdx.x == THREADS) {
     tma_prefetch(&c.k_map), tma_prefetch(&c.v_map);
     for (int i = 0; i < c.buffers; ++i) mbarrier_init(&mem.full[i], 1), mbarrier_init(&mem.empty[i], WARPS);
-    mbarrier_init(&mem.received, 1);
+    mbarrier_init(&mem.known, 1), mbarrier_init(&mem.received, 1);
     mbarrier_init_fence();
     const Item item(c, blockIdx.x, N);
     mbarrier_arrive_expect(&mem.received, received_bytes(min(N, c.a.rows - item.row_0), D, c.block_bits,

@@ -283,11 +283,11 @@ def _fastest(
             return 4 if batch_invariant else 1
         return EIGHT_WARPS if 8 * heads <= sms and kv_len >= 2 * LONG_CACHE else 4
     if call.rows > ROWS:
-        return _of_rows(call, heads, kv_len, batch_invariant)
+        return _fastest_of_many_rows(call, heads, kv_len, batch_invariant)
     if call.head_dim == 256:  # no two blocks fit on an SM
         return 4 if batch_invariant or heads <= sms else 1
     if heads > sms:
-        return _of_many(call, kv_len) if batch_invariant else 4 if call.head_dim == 128 else 3
+        return _fastest_of_many_pairs(call, kv_len) if batch_invariant else 4 if call.head_dim == 128 else 3
     if 4 * heads > sms:
         return EIGHT_WARPS if 2 * heads <= sms and kv_len >= LONG_CACHE else 4
     if 8 * heads > sms:
@@ -309,10 +309,10 @@ def _fastest(
     return 3 if (page_size or LONG_BOX) < LONG_BOX else KEYS_AS_ROWS
 
 
-def _of_rows(call: _Call, heads: int, kv_len: int, batch_invariant: bool) -> int:
+def _fastest_of_many_rows(call: _Call, heads: int, kv_len: int, batch_invariant: bool) -> int:
     """The fastest of more than 16 rows: rung 5, unless two pairs of each kv head find more SMs that are idle.
 
-    Then the keys are read twice, once of them from L2.
+    Then the keys are asked for twice, at neighbouring blocks.
     """
     sms, pairs = sms_of(call.device), 2 * heads
     few_and_long = 32 * pairs <= sms and kv_len > 2 * LONG_CACHE
@@ -321,7 +321,7 @@ def _of_rows(call: _Call, heads: int, kv_len: int, batch_invariant: bool) -> int
     return EIGHT_WARPS if pairs * kv_len >= KEYS_OF_ALL else 4
 
 
-def _of_many(call: _Call, kv_len: int) -> int:
+def _fastest_of_many_pairs(call: _Call, kv_len: int) -> int:
     """The fastest of the rungs with the same bits, batch-invariant, where pairs are more than SMs.
 
     Of long sequences a warp has many leaves: with eight warps half as many. Of head_dim 64 three blocks fit on an SM.
@@ -342,11 +342,11 @@ def _fastest_ahead(
     if call.item_size == 4 or call.head_dim == 256 or not is_hopper(call.device):
         return None
     if call.rows > ROWS:
-        rung = _of_rows(call, heads, kv_len, batch_invariant)
+        rung = _fastest_of_many_rows(call, heads, kv_len, batch_invariant)
         return None if rung == KEYS_AS_ROWS else rung
     if heads > sms:
         if batch_invariant:
-            return _of_many(call, kv_len)
+            return _fastest_of_many_pairs(call, kv_len)
         return KEYS_AS_ROWS if call.head_dim == 64 else 4
     as_rows = not batch_invariant and (page_size or LONG_BOX) >= LONG_BOX
     if call.head_dim == 64 and keys >= 4 * KEYS_OF_ALL:

@@ -71,7 +71,8 @@ struct Consumer {
       float S[KEYS / 64][N / 2];
       wait();
       const int key_0 = (s.first + tile) * KEYS;
-      const unsigned missing = mem.missing[index];
+      // Lane 0 alone, which gives the buffer back: so what is told of it has been read then.
+      const unsigned missing = __shfl_sync(~0u, threadIdx.x % 32 == 0 ? mem.missing[index] : 0, 0);
       const bool all_seen = !missing && key_0 + KEYS <= s.len - c.a.q_len + 1 &&
                             key_0 >= s.begin + (c.a.window ? c.a.q_len - 1 : 0);
       const uint32_t k = wgmma_descriptor(mem.KV + index * Memory::TILE), q = wgmma_descriptor(mem.Q);
@@ -236,7 +237,8 @@ struct Consumer {
     wait_for_the_launch_before();
     Item item(c, blockIdx.x, N);
     load_queries(item);
-    barrier_sync(ALL, THREADS + 32);  // Q complete, and the first sequence is known
+    meet();  // Q complete
+    mbarrier_wait(&mem.known, 0);
     s = mem.sequence;
     for (int i = mem.skipped; i > 0; --i) wait(), release(index), next();
 #pragma unroll 1

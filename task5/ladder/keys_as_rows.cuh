@@ -5,7 +5,7 @@
 
 constexpr int MOST_BLOCKS = 16;  // of a cluster: a power of two
 constexpr int ALONE = 64;  // blocks that share a sequence by itself: a batch-invariant call has a part for each
-constexpr int COMPUTE = 1, ALL = 2;  // named barriers: of the four warps that compute, of all five
+constexpr int COMPUTE = 1;  // named barrier of the four warps that compute
 
 struct Arguments {
   Decode a;
@@ -58,7 +58,7 @@ template <int D, int N>
 struct Shared {
   static constexpr int KEYS = D == 64 ? 128 : 64, TILE = KEYS * D * 2;  // bytes of K_j, or of V_j
   static constexpr int PITCH = D + 4;                                   // of a row of O
-  uint64_t full[6], empty[6], received;  // received: the parts that the cluster sends here
+  uint64_t full[6], empty[6], known, received;  // known: the sequence; received: the parts that the cluster sends here
   unsigned missing[6];  // of a buffer's boxes: bit i: keys of box i are on no page
   Sequence sequence;
   int skipped;  // buffers that were loaded in vain

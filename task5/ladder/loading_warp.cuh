@@ -120,8 +120,10 @@ struct Producer {
       find_share(s, tile, end);
       find_pages(s, tile);
     }
-    if (threadIdx.x % 32 == 0) mem.sequence = s, mem.skipped = same ? 0 : 2 * ahead;
-    barrier_sync(ALL, THREADS + 32);  // the sequence is known, and Q complete
+    if (threadIdx.x % 32 == 0) {
+      mem.sequence = s, mem.skipped = same ? 0 : 2 * ahead;
+      mbarrier_arrive(&mem.known);
+    }
 
     for (int n = blockIdx.x; n < c.items;) {
       n += gridDim.x;
