@@ -7,16 +7,20 @@
 
 constexpr int MOST_HEADS = 4;  // of a group, that share a read of its keys
 
-// What the warps know of the heads in the end, each from its keys: sums of P V that are not yet divided by l. And the
-// newest key, rotated, and value, as the cache gets them when the tile around their place is not needed any more.
-template <int PARTS, int D>
+// What the warps know of the heads in the end, each from its keys: sums of P V that are not yet divided by l. Before, the
+// newest token's q, k and v, as a product has left them. And the newest key, rotated, and value, as the cache gets them
+// when the tile around their place is not needed any more.
+template <typename T, int PARTS, int D>
 struct Parts {
-  float O[PARTS][MOST_HEADS][D];
+  union {
+    float O[PARTS][MOST_HEADS][D];
+    alignas(16) T newest[MOST_HEADS + 2][D];
+  };
   float2 ml[PARTS][MOST_HEADS];
-  alignas(16) float k[D], v[D];  // in 16 bits half as long
+  alignas(16) T k[D], v[D];
 };
 
-// The newest token, as a product has left it.
+// The newest token.
 template <typename T>
 struct Newest {
   const T *q, *k, *v;      // (heads, D), (D), (D)
@@ -77,7 +81,7 @@ struct TensorCoreAttention {
   static DEVICE int part() { return threadIdx.x / 32 % PARTS; }
   static DEVICE int first_column() { return threadIdx.x / 32 / PARTS * COLUMNS; }
 
-  DEVICE TensorCoreAttention(const Newest<T>& newest, float scale, Parts<PARTS, D>& parts) : scale(scale) {
+  DEVICE TensorCoreAttention(const Newest<T>& newest, float scale, Parts<T, PARTS, D>& parts) : scale(scale) {
     const bool own = newest.own && part() == 0;
     load(q, newest.q + g() * D, g() < newest.heads);
     Row k;
@@ -187,7 +191,7 @@ struct TensorCoreAttention {
     }
   }
 
-  DEVICE void put(Parts<PARTS, D>& parts, int heads) {
+  DEVICE void put(Parts<T, PARTS, D>& parts, int heads) {
     l += __shfl_xor_sync(~0u, l, 1), l += __shfl_xor_sync(~0u, l, 2);
     if (g() >= heads) return;
     float* to = &parts.O[part()][g()][first_column() + 2 * t()];
@@ -209,7 +213,7 @@ struct CudaCoreAttention {
 
   static DEVICE int column() { return threadIdx.x % LANES * 4; }
 
-  DEVICE CudaCoreAttention(const Newest<float>& newest, float scale, Parts<PARTS, D>& parts)
+  DEVICE CudaCoreAttention(const Newest<float>& newest, float scale, Parts<float, PARTS, D>& parts)
       : scale(scale), heads(newest.heads) {
     const bool left = column() < D / 2, own = newest.own && threadIdx.x < LANES;
     const int other = left ? D / 2 : -D / 2;
@@ -298,7 +302,7 @@ struct CudaCoreAttention {
     }
   }
 
-  DEVICE void put(Parts<PARTS, D>& parts, int) {
+  DEVICE void put(Parts<float, PARTS, D>& parts, int) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int h = 0; h < MOST_HEADS; ++h) {

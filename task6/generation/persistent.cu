@@ -11,6 +11,10 @@
 // Products are those of stream.cuh. Attention reads each key once for all query heads of its group: a block has some
 // keys of a kv head, and the last block of a kv head to come merges their parts.
 //
+// What blocks leave for each other has to be visible when it is read. For a meeting that would be a fence in each block,
+// which takes longer while weights stream. Of one row all results are words with tags instead (words.cuh): a meeting says
+// when to look. Of more rows words would be twice as many bytes, for all blocks to read.
+//
 // Several GPUs have heads and columns of the MLP each. o and down are sums over all of them then: each GPU sends its
 // part of a value to the others as soon as it has it, and adds theirs.
 #include <cuda_runtime.h>
@@ -20,13 +24,16 @@
 #endif
 #include <utility>
 
-#include "../../task5/ladder/count.cuh"
 #include "attention.cuh"
 #include "inboxes.cuh"
 #include "stream.cuh"
+#include "words.cuh"
 
 constexpr int SLOT = STAGE_PIECES * PITCH;  // bytes of a stage
 constexpr int IN_FLIGHT = 2;                // stages
+// Whether x, qkv, o and inner are words with tags.
+template <int X_ROWS>
+constexpr bool TAGGED = X_ROWS == 1;
 // Of x in shared memory. Of one row there are no more, or six stages would not fit.
 template <int X_ROWS>
 constexpr int X_PIECES = X_ROWS == 1 ? 12 : X_ROWS <= 4 ? 8
@@ -52,7 +59,7 @@ enum Which { QKV,
 enum Counter { CAME,     // to all meetings
                DONE,     // with the step
                BEFORE,   // steps, not blocks: never 0 again
-               MERGED }; // of each pair, whose parts of attention are written
+               MERGED }; // of each pair, whose parts of attention are written, in all layers
 constexpr int APART = 32;  // ints
 
 struct Model {
@@ -63,7 +70,7 @@ struct Model {
   CUtensorMap k_map, v_map;
   void *k_cache, *v_cache;   // (layer_stride layers, max_seq, kv_heads, head_dim): sequence b of a layer is row
   int layer_stride;          // layer_stride layer + b
-  float* partial;            // [item][its head][head_dim], and behind all of them m, l
+  Word<float>* partial;      // [item][its head][head_dim], and behind all of them m, l
   unsigned long long* best;  // of each row of the logits, 0 between launches
   int *counters, *lengths;   // counters: Counter's, APART ints apart
   int64_t *tokens, *clocks;  // clocks: block 0's at the beginning, after each meeting and in the end; or null
@@ -75,8 +82,9 @@ struct Model {
   Shape shapes[PRODUCTS];
 
   template <typename T>
-  DEVICE Product product(const Layer& l, int which) const {
+  DEVICE Product product(const Layer& l, int which, unsigned tag = 0) const {
     Product p = {};
+    p.tag = tag;
     const Shape& shape = shapes[which];
     p.rows = rows, p.N = shape.N, p.K = shape.K, p.units = shape.units, p.per_stage = shape.per_stage;
     p.pieces = shape.pieces, p.eps = eps;
@@ -98,7 +106,7 @@ struct Model {
 template <typename T, int X_ROWS, int D>
 struct Memory {
   union {
-    Parts<AttentionOf<T, D>::PARTS, D> parts;  // in attention
+    Parts<T, AttentionOf<T, D>::PARTS, D> parts;  // in attention
     alignas(128) XMemory<X_ROWS, X_PIECES<X_ROWS>> x;  // in products
   };
   unsigned long long best[X_ROWS];
@@ -109,28 +117,43 @@ struct Memory {
   alignas(1024) Shared<X_ROWS> ring;
 };
 
-// ---- All blocks meet: what they wrote before is visible after. The warps that load have no part in it.
+// ---- All blocks meet. The warps that load have no part in it.
 
 #ifdef __CUDACC__
-DEVICE int load_acquire(const int* from) {
+template <bool FENCED>
+DEVICE int load_counter(const int* from) {
   int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  if (FENCED) {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  } else {
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  }
   return value;
 }
 
-DEVICE void add_release(int* to, int value) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+template <bool FENCED>
+DEVICE void add_to_counter(int* to, int value) {
+  if (FENCED) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+  } else {
+    asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+  }
 }
 
 DEVICE int64_t cycles() { return clock64(); }
 #else
-DEVICE int load_acquire(const int* from) {
+template <bool FENCED>
+DEVICE int load_counter(const int* from) {
   cuda_on_cpu::yield();  // to the threads that it waits for
   const int value = __atomic_load_n(from, __ATOMIC_ACQUIRE);
-  __threadfence();
+  if (FENCED) __threadfence();
   return value;
 }
-DEVICE void add_release(int* to, int value) { __threadfence(), atomicAdd(to, value); }
+template <bool FENCED>
+DEVICE void add_to_counter(int* to, int value) {
+  if (FENCED) __threadfence();
+  atomicAdd(to, value);
+}
 DEVICE int64_t cycles() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 #endif
 
@@ -143,38 +166,64 @@ DEVICE unsigned long long peek(const unsigned long long* at) {
 #endif
 }
 
+// FENCED: what a block wrote before it came is visible to all that have met.
+template <bool FENCED>
 struct Grid {
   int* came;        // blocks, to all meetings
   int64_t* clocks;  // of this thread, or null
-  int meetings = 0;
+  unsigned before;  // phases of all steps before
+  int phases = 0, meetings = 0;
 
+  // Of what the phase before has left, and of what this one leaves.
+  DEVICE unsigned tag_read() const { return before + phases; }
+  DEVICE unsigned tag_written() const { return before + phases + 1; }
+
+  // From a phase to the next one, which looks for the results by itself.
+  DEVICE void go_on() {
+    meet();
+    ++phases;
+    look_at_the_clock();
+  }
   DEVICE void come() {
     meet();
-    ++meetings;
-    if (threadIdx.x == 0) add_release(came, 1);
+    ++phases, ++meetings;
+    if (threadIdx.x == 0) add_to_counter<FENCED>(came, 1);
   }
   DEVICE void wait_for_all() {
     if (threadIdx.x == 0) {
-      while (load_acquire(came) < meetings * int(gridDim.x)) {
+      while (load_counter<FENCED>(came) < meetings * int(gridDim.x)) {
       }
     }
     meet();
     look_at_the_clock();
   }
   DEVICE void look_at_the_clock() {
-    if (clocks) clocks[meetings] = cycles();
+    if (clocks) clocks[phases] = cycles();
   }
 };
 
 // ---- The phases that are no products
 
-template <typename T>
-DEVICE void embed(const Model& m) {
-  for (int i = blockIdx.x * COMPUTE + threadIdx.x; i < m.rows * m.hidden; i += gridDim.x * COMPUTE) {
-    const int row = i / m.hidden, e = i - row * m.hidden;
-    float value = to_float(static_cast<const T*>(m.embedding)[m.tokens[row] * m.hidden + e]);
-    if (m.positions) value += to_float(static_cast<const T*>(m.positions)[int64_t(m.lengths[row]) * m.hidden + e]);
-    static_cast<T*>(m.x)[i] = from_float<T>(value);
+// A result, with its tag if it has one.
+template <bool TAGGED, typename T>
+DEVICE void leave(void* to, int64_t i, T value, unsigned tag) {
+  if constexpr (TAGGED) {
+    put_word(static_cast<Word<T>*>(to) + i, value, tag);
+  } else {
+    static_cast<T*>(to)[i] = value;
+  }
+}
+
+// A block has those columns of x that it adds o and down to: it reads them again itself.
+template <typename T, bool TAGGED>
+DEVICE void embed(const Model& m, const Product& o, unsigned tag) {
+  const int first = o.first_unit(blockIdx.x) * UNIT, last = min(o.first_unit(blockIdx.x + 1) * UNIT, m.hidden);
+  for (int row = 0; row < m.rows; ++row) {
+    for (int n = first + threadIdx.x; n < last; n += COMPUTE) {
+      float value = to_float(static_cast<const T*>(m.embedding)[m.tokens[row] * m.hidden + n]);
+      if (m.positions) value += to_float(static_cast<const T*>(m.positions)[int64_t(m.lengths[row]) * m.hidden + n]);
+      leave<TAGGED>(m.x, int64_t(row) * m.hidden + n, from_float<T>(value), tag);
+    }
   }
 }
 
@@ -227,21 +276,40 @@ DEVICE void load_keys(const Model& m, const int* lengths, int layer, Shared<X_RO
   stage.in_flight = IN_FLIGHT;
 }
 
+// tag_read: of q, k and v; tag_written: of o, and of the parts of those items that are merged, however many rows there are.
 template <typename T, int X_ROWS, int D>
-DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS, D>& mem, Stage& stage) {
+DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS, D>& mem, Stage& stage,
+                   unsigned tag_read, unsigned tag_written) {
   constexpr int AT_A_TIME = 4;  // parts
-  float2* partial_ml = reinterpret_cast<float2*>(m.partial + int64_t(items_of(m)) * m.shared_by * D);
+  constexpr bool WORDS = TAGGED<X_ROWS>;
+  using Attention = AttentionOf<T, D>;
+  constexpr int VECTOR = 16 / sizeof(T), VECTORS = D / VECTOR;
+  using Vector = Values<T, VECTOR, WORDS>;
+  Word<float>* partial_ml = m.partial + int64_t(items_of(m)) * m.shared_by * D;
 
   for (int i = blockIdx.x; i < items_of(m); i += gridDim.x) {
     if (i != blockIdx.x) item = Item<T, D>(m, mem.lengths, i);
     if (item.split >= item.splits) continue;
-    const T* heads = static_cast<const T*>(m.qkv) + int64_t(item.b) * (m.heads + 2 * m.kv_heads) * D;
-    const T *k = heads + (m.heads + item.kv_head) * D, *v = k + m.kv_heads * D;
+    // Once for all warps: words do not stay in L1.
+    for (int n = threadIdx.x; n < (item.heads + 2) * VECTORS; n += COMPUTE) {
+      const int head = n / VECTORS, e = n % VECTORS * VECTOR, which = head - item.heads;
+      const int at = which < 0 ? item.head + head : m.heads + which * m.kv_heads + item.kv_head;
+      const auto* from = static_cast<const typename Vector::Source*>(m.qkv) +
+                         (int64_t(item.b) * (m.heads + 2 * m.kv_heads) + at) * D + e;
+      Vector x;
+      x.ask(from);
+      while (!x.have(tag_read)) x.ask(from);
+#pragma unroll
+      for (int i = 0; i < VECTOR; ++i) mem.parts.newest[which < 0 ? head : MOST_HEADS + which][e + i] = x[i];
+    }
+    meet();
     const int64_t angles = int64_t(item.len - 1) * (D / 2);
     const bool newest = item.end == item.len;
-    AttentionOf<T, D> attention(
-        {heads + item.head * D, k, v, m.cos + angles, m.sin + angles, item.heads, newest, m.cos != nullptr},
-        m.scale * 1.44269504f, mem.parts);  // log2(e)
+    const auto& of = mem.parts.newest;
+    Attention attention({of[0], of[MOST_HEADS], of[MOST_HEADS + 1], m.cos + angles, m.sin + angles, item.heads, newest,
+                         m.cos != nullptr},
+                        m.scale * 1.44269504f, mem.parts);  // log2(e)
+    meet();  // q, k and v consumed
 #pragma unroll 1
     for (int first = item.begin; first < item.end; first += KEYS<T, D>) {
       mbarrier_wait(&mem.ring.full[stage.index], stage.parity);
@@ -252,7 +320,6 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
     }
     attention.put(mem.parts, item.heads);
     meet();  // the warps' parts complete
-    constexpr int VECTORS = D * sizeof(T) / sizeof(uint4);
     if (newest && item.set == m.sets - 1 && threadIdx.x < 2 * VECTORS) {  // a block has read it for earlier sets
       const int64_t row = (int64_t(layer) * m.layer_stride + item.b) * m.max_seq + item.len - 1;
       const int64_t place = (row * m.kv_heads + item.kv_head) * VECTORS + threadIdx.x % VECTORS;
@@ -260,30 +327,31 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
       static_cast<uint4*>(key ? m.k_cache : m.v_cache)[place] =
           reinterpret_cast<const uint4*>(key ? mem.parts.k : mem.parts.v)[threadIdx.x % VECTORS];
     }
-    T* out = static_cast<T*>(m.o) + (int64_t(item.b) * m.heads + item.head) * D;
+    const int64_t out = (int64_t(item.b) * m.heads + item.head) * D;
     for (int n = threadIdx.x; n < item.heads * D; n += COMPUTE) {
       const int h = n / D, column = n % D;
       Part<1> all;
 #pragma unroll
-      for (int part = 0; part < AttentionOf<T, D>::PARTS; ++part) {
+      for (int part = 0; part < Attention::PARTS; ++part) {
         const float2 ml = mem.parts.ml[part][h];
         all.add(ml.x, ml.y, {mem.parts.O[part][h][column]});
       }
       if (item.splits == 1) {
-        out[n] = from_float<T>(all.O[0] / all.l);
+        leave<WORDS>(m.o, out + n, from_float<T>(all.O[0] / all.l), tag_written);
       } else {
         const int64_t slot = int64_t(i) * m.shared_by + h;
-        __stcg(&m.partial[slot * D + column], all.O[0]);
-        if (column == 0) __stcg(&partial_ml[slot], make_float2(all.m, all.l));
+        put_word(&m.partial[slot * D + column], all.O[0], tag_written);
+        if (column < 2) put_word(&partial_ml[2 * slot + column], column == 0 ? all.m : all.l, tag_written);
       }
     }
-    meet();  // the warps' parts consumed, and the block's written
+    meet();  // the warps' parts consumed
     if (item.splits == 1) continue;
 
+    // The last block of a pair merges its parts: the others have been written then, or are on their way.
     if (threadIdx.x == 0) {
       int* counter = &m.counters[MERGED * APART + item.pair];
-      mem.last = add_acquire_release(counter, 1) == item.splits - 1;  // the others' parts are visible to the last one
-      if (mem.last) *counter = 0;                                     // for the next layer
+      mem.last = atomicAdd(counter, 1) == (layer + 1) * item.splits - 1;
+      if (mem.last && layer == m.layer_count - 1) *counter = 0;  // for the next step
     }
     meet();
     if (!mem.last) continue;
@@ -293,24 +361,26 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
       Part<4> all;
 #pragma unroll 1
       for (int first = threadIdx.x % 4; first < item.splits; first += 4 * AT_A_TIME) {
-        float2 ml[AT_A_TIME];
-        float4 O[AT_A_TIME];
+        const auto slot = [&](int k) {
+          const int split = min(first + 4 * k, item.splits - 1);
+          return (int64_t(item.pair) * m.splits + split) * m.shared_by + h;
+        };
+        const auto ml_at = [&](int k) { return &partial_ml[2 * slot(k)]; };
+        const auto O_at = [&](int k) { return &m.partial[slot(k) * D + column]; };
+        Scattered<float, 2, AT_A_TIME, true> ml;
+        Scattered<float, 4, AT_A_TIME, true> O;
+        ml.ask(ml_at), O.ask(O_at);
+        ml.wait(ml_at, tag_written), O.wait(O_at, tag_written);
         float top = -INFINITY;
 #pragma unroll
-        for (int k = 0; k < AT_A_TIME; ++k) {
-          const int split = min(first + 4 * k, item.splits - 1);
-          const int64_t slot = (int64_t(item.pair) * m.splits + split) * m.shared_by + h;
-          ml[k] = __ldcg(&partial_ml[slot]);
-          O[k] = __ldcg(reinterpret_cast<const float4*>(&m.partial[slot * D + column]));
-        }
-#pragma unroll
-        for (int k = 0; k < AT_A_TIME; ++k) top = fmaxf(top, ml[k].x);
+        for (int k = 0; k < AT_A_TIME; ++k) top = fmaxf(top, ml.of[k][0]);
         float l = 0.0f, sum[4] = {};
 #pragma unroll
         for (int k = 0; k < AT_A_TIME; ++k) {
-          const float factor = first + 4 * k < item.splits ? exp2f(ml[k].x - top) : 0.0f;  // each has keys
-          l += ml[k].y * factor;
-          sum[0] += O[k].x * factor, sum[1] += O[k].y * factor, sum[2] += O[k].z * factor, sum[3] += O[k].w * factor;
+          const float factor = first + 4 * k < item.splits ? exp2f(ml.of[k][0] - top) : 0.0f;  // each has keys
+          l += ml.of[k][1] * factor;
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[e] += O.of[k][e] * factor;
         }
         all.add(top, l, sum);
       }
@@ -318,7 +388,8 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
       for (int step = 1; step <= 2; step *= 2) all.add_lanes(step);
       if (threadIdx.x % 4 == 0) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) out[4 * n + e] = from_float<T>(all.O[e] / all.l);
+        for (int e = 0; e < 4; ++e)
+          leave<WORDS>(m.o, out + 4 * n + e, from_float<T>(all.O[e] / all.l), tag_written);
       }
     }
   }
@@ -332,34 +403,39 @@ DEVICE unsigned long long rank_of(float logit, int column) {
 
 template <typename T, int X_ROWS, int D, typename Math>
 DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage) {
-  Grid grid = {&m.counters[CAME * APART], blockIdx.x + threadIdx.x == 0 ? m.clocks : nullptr};
+  constexpr bool WORDS = TAGGED<X_ROWS>;
+  Grid<!WORDS> grid = {&m.counters[CAME * APART], blockIdx.x + threadIdx.x == 0 ? m.clocks : nullptr,
+                       unsigned(m.counters[BEFORE * APART]) * (5 * m.layer_count + 1)};
   grid.look_at_the_clock();
   if (threadIdx.x < X_ROWS) mem.best[threadIdx.x] = 0;
-  embed<T>(m);
+  embed<T, WORDS>(m, m.product<T>(mem.layers[0], O), grid.tag_written());
   grid.come();
   for (int i = 0, which = QKV;; which < DOWN ? ++which : (++i, which = i < m.layer_count ? QKV : HEAD)) {
-    const Product p = m.product<T>(mem.layers[i], which);
-    Share<T, X_ROWS, Math, MOST_UNITS, X_PIECES<X_ROWS>> share(p, mem.ring, mem.x, stage);
+    const Product p = m.product<T>(mem.layers[i], which, grid.tag_read());
+    Share<T, X_ROWS, Math, MOST_UNITS, X_PIECES<X_ROWS>, WORDS> share(p, mem.ring, mem.x, stage);
     grid.wait_for_all();
     share.compute(
         [&](int row, int column, float sum) {
           if (m.gpus == 1 || (which != O && which != DOWN)) return sum;
           return mem.inboxes.sum(i, which == DOWN, row, column, sum);
         },
-        [&](int row, int column, float sum) {
-          const unsigned long long rank = which == HEAD ? rank_of(sum, m.rank * p.N + column) : 0;
+        [&](int row, int column, T value) {
+          if (which < HEAD) return leave<WORDS>(p.out, row * p.out_stride + column, value, grid.tag_written());
+          put(p, row, column, value);
+          const unsigned long long rank = rank_of(to_float(value), m.rank * p.N + column);
           if (rank > peek(&mem.best[row])) atomicMax(&mem.best[row], rank);
         });
     if (which == HEAD) break;
-    grid.come();
+    // Words of q, k and v are looked for at once: a block needs those of a few others only.
+    which == QKV&& WORDS ? grid.go_on() : grid.come();
     if (which > QKV) continue;
     const Item<T, D> item(m, mem.lengths, min(int(blockIdx.x), items_of(m) - 1));
-    grid.wait_for_all();
-    attend<T>(m, i, item, mem, stage);
+    if (!WORDS) grid.wait_for_all();
+    attend<T>(m, i, item, mem, stage, grid.tag_read(), grid.tag_written());
     grid.come();
   }
   meet();  // the block's best are known
-  ++grid.meetings, grid.look_at_the_clock();
+  ++grid.phases, grid.look_at_the_clock();
   if (threadIdx.x < m.rows) atomicMax(&m.best[threadIdx.x], mem.best[threadIdx.x]);
   __threadfence();
   meet();
@@ -484,7 +560,7 @@ static cudaError_t launch(Model& m, int blocks, cudaStream_t stream) {
 // inboxes: the addresses of all GPUs' inboxes, as this one sees them, or null for one GPU.
 extern "C" cudaError_t step(const void* layers, int layer_count, View embedding, const void* positions,
                             const void* norm, View head, const void* head_sums, const void* head_bias, const float* cos,
-                            const float* sin, View x, View qkv, View o, View inner, void* logits, float* partial,
+                            const float* sin, View x, View qkv, View o, View inner, void* logits, void* partial,
                             void* best, int* counters, int* lengths, int64_t* tokens, int64_t* clocks,
                             View k_cache, View v_cache, int layer_stride, const void* inboxes, int rank, int gpus,
                             int heads, int activation, int splits, float eps, float scale, int blocks, int dtype,
@@ -493,7 +569,8 @@ extern "C" cudaError_t step(const void* layers, int layer_count, View embedding,
   m.layers = static_cast<const Layer*>(layers), m.layer_count = layer_count;
   m.embedding = embedding.data, m.positions = positions, m.norm = norm;
   m.head = head.data, m.head_sums = head_sums, m.head_bias = head_bias, m.cos = cos, m.sin = sin;
-  m.x = x.data, m.qkv = qkv.data, m.o = o.data, m.inner = inner.data, m.logits = logits, m.partial = partial;
+  m.x = x.data, m.qkv = qkv.data, m.o = o.data, m.inner = inner.data, m.logits = logits;
+  m.partial = static_cast<Word<float>*>(partial);
   m.best = static_cast<unsigned long long*>(best), m.counters = counters, m.lengths = lengths, m.tokens = tokens,
   m.clocks = clocks;
   m.inboxes = static_cast<uint64_t* const*>(inboxes), m.rank = rank, m.gpus = gpus;

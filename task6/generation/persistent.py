@@ -182,7 +182,9 @@ class PersistentStep:
         self._behind |= {f"inbox_{rank}": inbox for rank, inbox in enumerate(inboxes)}
 
         def buffer(columns: int) -> Tensor:
-            return torch.empty(rows, columns, **place)
+            """Of results: of one row each has a tag beside it, and no place has one that is written to it first."""
+            tags = () if rows > 1 else (2,)
+            return torch.zeros(rows, columns, *tags, **place)
 
         self.arguments = dict(
             layers=torch.tensor(addresses, device=lengths.device), layer_count=len(model.layers),
@@ -190,7 +192,7 @@ class PersistentStep:
             head_sums=model.head_sums, head_bias=model.head_bias, cos=model.cos, sin=model.sin,
             x=buffer(hidden), qkv=buffer(first["qkv"].shape[0]), o=buffer(model.heads * head_dim),
             inner=buffer(wide), logits=logits,
-            partial=torch.empty(pairs * splits * shared_by * (head_dim + 2), device=lengths.device),
+            partial=torch.zeros(pairs * splits * shared_by * (head_dim + 2), 2, device=lengths.device),
             best=torch.zeros(rows, dtype=torch.int64, device=lengths.device),
             counters=torch.zeros(COUNTERS + pairs, dtype=torch.int32, device=lengths.device), lengths=lengths,
             tokens=tokens, clocks=None, k_cache=k_cache[0], v_cache=v_cache[0],

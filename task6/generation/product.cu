@@ -43,7 +43,7 @@ DEVICE void finish(const Arguments& p, int tile, const float (*part)[TILE][X_ROW
       if (swiglu) up += part[warp][r + 8][row];
       moments.add(of_warps[warp][row]);
     }
-    write<T>(p, row, n, sum, up, moments, load_beside<T>(p, row, n));
+    put(p, row, n, finished<T>(p, sum, up, moments, load_beside<T>(p, row, n)));
   }
   __syncthreads();  // the sums consumed
 }

@@ -70,19 +70,18 @@ template <typename T>
 struct Beside {
   T row_sum, bias, residual;  // as loaded: nothing waits for them yet
 };
-template <typename T>
+// TAGGED: each value of the residual is the first of two T, as in words.cuh.
+template <typename T, bool TAGGED = false>
 DEVICE Beside<T> load_beside(const Arguments& p, int row, int n) {
   const T zero = from_float<T>(0.0f);
   return {p.row_sums ? static_cast<const T*>(p.row_sums)[n] : zero, p.bias ? static_cast<const T*>(p.bias)[n] : zero,
-          p.residual ? static_cast<const T*>(p.residual)[row * p.residual_stride + n] : zero};
+          p.residual ? static_cast<const T*>(p.residual)[row * p.residual_stride + (TAGGED ? 2 * n : n)] : zero};
 }
 
-// Column n of a row of out, from the sum over k; with SwiGLU of gate, and `up` of up. The norm's factor is applied
-// here, so that its mean is of values that are read for the product anyway. What is rounded is what the plain model
-// rounds. Returns what was written.
+// A value of out, from its sum over k; with SwiGLU of gate, and `up` of up. The norm's factor is applied here, so that
+// its mean is of values that are read for the product anyway. What is rounded is what the plain model rounds.
 template <typename T>
-DEVICE float write(const Arguments& p, int row, int n, float sum, float up, const Moments& moments,
-                   const Beside<T>& beside) {
+DEVICE T finished(const Arguments& p, float sum, float up, const Moments& moments, const Beside<T>& beside) {
   if (p.norm) {
     const float mean = p.row_sums ? moments.sum / p.K : 0.0f;
     const float factor = 1.0f / sqrtf(moments.squares / p.K - mean * mean + p.eps);
@@ -98,7 +97,7 @@ DEVICE float write(const Arguments& p, int row, int n, float sum, float up, cons
     sum = 0.5f * sum * (1.0f + tanhf(0.7978845608f * (sum + 0.044715f * sum * sum * sum)));  // sqrt(2 / pi)
   }
   if (p.residual) sum = to_float(from_float<T>(sum)) + to_float(beside.residual);
-  const T rounded = from_float<T>(sum);
-  static_cast<T*>(p.out)[row * p.out_stride + n] = rounded;
-  return to_float(rounded);
+  return from_float<T>(sum);
 }
+template <typename T>
+DEVICE void put(const Arguments& p, int row, int n, T value) { static_cast<T*>(p.out)[row * p.out_stride + n] = value; }

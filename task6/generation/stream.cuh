@@ -8,6 +8,7 @@
 #include "launch.cuh"
 #include "product.cuh"
 #include "ptx.cuh"
+#include "words.cuh"
 
 // One warp issues a copy in 30 ns: of 1 KiB, two of them ask for more than the memory has.
 constexpr int WARPS = 8, LOADERS = 2, COMPUTE = 32 * WARPS, THREADS = COMPUTE + 32 * LOADERS;
@@ -19,6 +20,7 @@ constexpr int MOST_STAGES = 20;
 
 struct Product : Arguments {
   int units, per_stage, pieces;  // of w; of a stage; of a row in a stage
+  unsigned tag;                  // of x, where it has tags
 
   // With SwiGLU the first four rows of a unit are gate's, the others up's.
   DEVICE int row_of(int unit, int r) const {
@@ -230,16 +232,18 @@ struct Place {
 
 // x on its way to shared memory: each warp has the columns that it multiplies. In a turn each lane asks for 16 bytes:
 // of a piece of four rows, or of TURN pieces of one. If it has room for all turns of x they stay, or a few are ahead,
-// again for each pass.
+// again for each pass. With tags it comes to registers, a turn ahead, and from there to shared memory.
 template <int X_ROWS, int PIECES>
 using XMemory = uint8_t[WARPS][PIECES][STEPS][X_ROWS][64];
 
-template <typename T, int X_ROWS, int PIECES, int TURN>
+template <typename T, int X_ROWS, int PIECES, int TURN, bool TAGGED>
 struct XRing {
   using Piece = uint8_t[STEPS][X_ROWS][64];
   static constexpr int TURNS = PIECES / TURN, CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS;
   static constexpr int GROUPS = ceil_div(X_ROWS, 4);
   static_assert(STEPS == 2 && (TURN == 1 || (TURN == 4 && X_ROWS == 1)), "eight lanes have a row of a piece");
+  static_assert(!TAGGED || TURN == 4, "a lane has 16 bytes of one row");
+  using Coming = Values<T, 16 / sizeof(T)>;
 
   Piece* own;
   int pieces, turns, of_row;     // of a row; which piece of it was taken last
@@ -248,6 +252,8 @@ struct XRing {
   int asked = 0, to = 0, at;     // turns; where the next one goes, and where the one that was taken last is
   int next_k, next_norm;         // this lane's first column of the turn that is asked for next, and of norm
   uint4 norm = {};               // this lane's 16 bytes, for the turn that is scaled next
+  Coming coming;                 // of that turn, where x has tags
+  const Word<T>* from = nullptr;  // where they are
   Moments moments[GROUPS] = {};  // of this lane's columns of every fourth row
 
   DEVICE XRing(const Product& p, XMemory<X_ROWS, PIECES>& mem, int passes) : own(mem[threadIdx.x / 32]) {
@@ -259,7 +265,7 @@ struct XRing {
   }
   // x is there.
   DEVICE void start(const Product& p) {
-    for (int i = 0; i < TURNS - 1; ++i) ask(p);
+    for (int i = 0; i < (TAGGED ? 1 : TURNS - 1); ++i) ask(p);
     scale_next(p);
   }
   // A lane has 16 bytes of every fourth row, or of one piece of a turn.
@@ -279,16 +285,22 @@ struct XRing {
   }
   DEVICE void ask(const Product& p) {
     if (asked < fresh) {
-      const bool inside = next_k < p.K;
+      const bool inside = next_k < p.K;  // or zeros
+      if constexpr (TAGGED) {
+        from = inside ? static_cast<const Word<T>*>(p.x) + next_k : nullptr;
+        if (from) coming.ask(from);
+      } else {
 #pragma unroll
-      for (int i = 0; i < GROUPS; ++i) {
-        const int row = row_of(i);
-        const bool has = inside && row < p.rows;  // or zeros
-        const T* from = static_cast<const T*>(p.x) + (has ? row * p.x_stride + next_k : 0);
-        if (row < X_ROWS) cp_async<16>(place(to, row), from, has);
+        for (int i = 0; i < GROUPS; ++i) {
+          const int row = row_of(i);
+          const bool has = inside && row < p.rows;
+          if (row < X_ROWS)
+            cp_async<16>(place(to, row), static_cast<const T*>(p.x) + (has ? row * p.x_stride + next_k : 0), has);
+        }
       }
       ++asked, advance(next_k, p.K);
     }
+    if (TAGGED) return;
     cp_async_commit();
     if (++to == TURNS) to = 0;
   }
@@ -304,7 +316,7 @@ struct XRing {
       if (++at == size) at = 0;
       if (taken++ < fresh) {
         __syncwarp();
-        ask(p);
+        if (!TAGGED) ask(p);
       }
     }
     return own[at * TURN + of_row % TURN];
@@ -312,18 +324,30 @@ struct XRing {
   // What this lane asked for, of the turn behind that: while the first piece is multiplied.
   DEVICE void scale_next(const Product& p) {
     if (taken >= fresh || (taken > 0 && of_row % TURN > 0)) return;
-    cp_async_wait<TURNS - 2>();
-    if (!p.norm) return;
+    if (!TAGGED) cp_async_wait<TURNS - 2>();
+    if (!TAGGED && !p.norm) return;
     const uint4 by = norm;
     load_norm(p);
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
       const int row = row_of(i);
       if (row >= p.rows) continue;
-      uint4& value = *reinterpret_cast<uint4*>(place(at + 1 == size ? 0 : at + 1, row));
-      if (taken < turns) moments[i].template add<T>(value);
-      value = scaled<T>(value, by);
+      uint4& x = *reinterpret_cast<uint4*>(place(at + 1 == size ? 0 : at + 1, row));
+      const uint4 value = TAGGED ? take(p) : x;
+      if (p.norm && taken < turns) moments[i].template add<T>(value);
+      x = p.norm ? scaled<T>(value, by) : value;
     }
+  }
+  // With tags: what this lane asked for. It asks for the next turn's.
+  DEVICE uint4 take(const Product& p) {
+    Vector16<T> x = {};
+    if (from) {
+      while (!coming.have(p.tag)) coming.ask(from);
+#pragma unroll
+      for (int i = 0; i < int(16 / sizeof(T)); ++i) x.values[i] = coming[i];
+    }
+    ask(p);
+    return x.bits;
   }
   DEVICE void put(Moments (&of_rows)[X_ROWS]) const {
 #pragma unroll
@@ -338,8 +362,9 @@ struct XRing {
 };
 
 // The block's units of a product, some in each pass. Made before x is there: what does not depend on it is found and
-// loaded. MOST_PIECES: of a row in a stage; X_PIECES: of x, that there is room for.
-template <typename T, int X_ROWS, typename Math, int MOST_PIECES, int X_PIECES>
+// loaded. MOST_PIECES: of a row in a stage; X_PIECES: of x, that there is room for; TAGGED: x and the residual are words
+// with tags.
+template <typename T, int X_ROWS, typename Math, int MOST_PIECES, int X_PIECES, bool TAGGED = false>
 struct Share {
   static_assert(MOST_PIECES == 1 || (MOST_PIECES == MOST_UNITS && Math::UNITS == MOST_UNITS), "in a stage");
   static constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS;
@@ -349,22 +374,22 @@ struct Share {
   int first = p.first_unit(blockIdx.x), last = p.first_unit(blockIdx.x + 1), pass = 0;  // units
   Place place = Place(p, thread(), first, max(1, units(first)));
   Beside<T> beside = {};
-  XRing<T, X_ROWS, X_PIECES, X_ROWS == 1 ? MOST_PIECES : 1> ring;
+  XRing<T, X_ROWS, X_PIECES, X_ROWS == 1 ? MOST_PIECES : 1, TAGGED> ring;
 
   DEVICE Share(const Product& p, Shared<X_ROWS>& mem, XMemory<X_ROWS, X_PIECES>& x, Stage& stage)
       : p(p), mem(mem), stage(stage), ring(p, x, ceil_div(last - first, p.per_stage)) {
-    if (place.any) beside = load_beside<T>(p, place.row, place.n);
+    if (place.any) beside = load_beside<T, TAGGED>(p, place.row, place.n);
   }
   DEVICE int units(int unit) const { return min(p.per_stage, last - unit); }
   // A few warps finish a pass, in turn, while the others are at the next one.
   DEVICE int thread() const { return (threadIdx.x - pass * 32) % COMPUTE; }
   DEVICE void find_place(int i, int unit) {
     place = Place(p, i, unit, units(unit));
-    if (place.any) beside = load_beside<T>(p, place.row, place.n);  // on its way while sums are formed
+    if (place.any) beside = load_beside<T, TAGGED>(p, place.row, place.n);  // on its way while sums are formed
   }
 
-  // complete(row, column, sum) has the sum over k of which the row of w has all or a part; use(row, column, value) sees
-  // what is written.
+  // complete(row, column, sum) has the sum over k of which the row of w has all or a part; use(row, column, value) puts
+  // the value of out.
   template <typename Complete, typename Use>
   DEVICE void compute(Complete complete, Use use) {
     Math math;
@@ -446,7 +471,7 @@ struct Share {
         if (p.norm) moments.add(mem.moments[warp][place.row]);
       }
       sum = complete(place.row, place.n, sum);
-      use(place.row, place.n, write<T>(p, place.row, place.n, sum, up, moments, beside));
+      use(place.row, place.n, finished<T>(p, sum, up, moments, beside));
     }
   }
 };

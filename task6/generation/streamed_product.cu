@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(THREADS, X_ROWS <= 8 ? 2 : 1) product_kernel(c
   } else {
     wait_for_the_launch_before();
     Share<T, X_ROWS, Math, 1, X_PIECES<X_ROWS>>(p, mem.ring, mem.x, stage)
-        .compute([](int, int, float sum) { return sum; }, [](int, int, float) {});
+        .compute([](int, int, float sum) { return sum; }, [&](int row, int n, T value) { put(p, row, n, value); });
   }
 }
 
