@@ -287,7 +287,13 @@ def _fastest(
     if call.head_dim == 256:  # no two blocks fit on an SM
         return 4 if batch_invariant or heads <= sms else 1
     if heads > sms:
-        return _fastest_of_many_pairs(call, kv_len) if batch_invariant else 4 if call.head_dim == 128 else 3
+        return (
+            _fastest_of_many_pairs(call, kv_len)
+            if batch_invariant
+            else 4
+            if call.head_dim == 128
+            else 3
+        )
     if 4 * heads > sms:
         return EIGHT_WARPS if 2 * heads <= sms and kv_len >= LONG_CACHE else 4
     if 8 * heads > sms:

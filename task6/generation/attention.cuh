@@ -7,9 +7,9 @@
 
 constexpr int MOST_HEADS = 4;  // of a group, that share a read of its keys
 
-// What the warps know of the heads in the end, each from its keys: sums of P V that are not yet divided by l. Before, the
-// newest token's q, k and v, as a product has left them. And the newest key, rotated, and value, as the cache gets them
-// when the tile around their place is not needed any more.
+// The newest token's q, k and v, as a product has left them. Then what the warps know of the heads in the end, each
+// from its keys: sums of P V that are not yet divided by l. And the newest key, rotated, and value, as the cache gets
+// them when the tile around their place is not needed any more.
 template <typename T, int PARTS, int D>
 struct Parts {
   union {

@@ -11,9 +11,9 @@
 // Products are those of stream.cuh. Attention reads each key once for all query heads of its group: a block has some
 // keys of a kv head, and the last block of a kv head to come merges their parts.
 //
-// What blocks leave for each other has to be visible when it is read. For a meeting that would be a fence in each block,
-// which takes longer while weights stream. Of one row all results are words with tags instead (words.cuh): a meeting says
-// when to look. Of more rows words would be twice as many bytes, for all blocks to read.
+// What blocks leave for each other has to be visible when it is read. For a meeting that would be a fence in each,
+// which takes longer while weights stream. Of one row all results are words with tags instead (words.cuh), and a
+// meeting says when to look. Of more rows words would be twice as many bytes, for all blocks to read.
 //
 // Several GPUs have heads and columns of the MLP each. o and down are sums over all of them then: each GPU sends its
 // part of a value to the others as soon as it has it, and adds theirs.
@@ -276,7 +276,7 @@ DEVICE void load_keys(const Model& m, const int* lengths, int layer, Shared<X_RO
   stage.in_flight = IN_FLIGHT;
 }
 
-// tag_read: of q, k and v; tag_written: of o, and of the parts of those items that are merged, however many rows there are.
+// tag_read: of q, k and v; tag_written: of o, and of the parts of those items that are merged, of any number of rows.
 template <typename T, int X_ROWS, int D>
 DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS, D>& mem, Stage& stage,
                    unsigned tag_read, unsigned tag_written) {
@@ -367,8 +367,8 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
         };
         const auto ml_at = [&](int k) { return &partial_ml[2 * slot(k)]; };
         const auto O_at = [&](int k) { return &m.partial[slot(k) * D + column]; };
-        Scattered<float, 2, AT_A_TIME, true> ml;
-        Scattered<float, 4, AT_A_TIME, true> O;
+        Scattered<float, 2, AT_A_TIME> ml;
+        Scattered<float, 4, AT_A_TIME> O;
         ml.ask(ml_at), O.ask(O_at);
         ml.wait(ml_at, tag_written), O.wait(O_at, tag_written);
         float top = -INFINITY;

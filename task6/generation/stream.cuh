@@ -362,8 +362,8 @@ struct XRing {
 };
 
 // The block's units of a product, some in each pass. Made before x is there: what does not depend on it is found and
-// loaded. MOST_PIECES: of a row in a stage; X_PIECES: of x, that there is room for; TAGGED: x and the residual are words
-// with tags.
+// loaded. MOST_PIECES: of a row in a stage; X_PIECES: of x, that there is room for; TAGGED: x and the residual are
+// words with tags.
 template <typename T, int X_ROWS, typename Math, int MOST_PIECES, int X_PIECES, bool TAGGED = false>
 struct Share {
   static_assert(MOST_PIECES == 1 || (MOST_PIECES == MOST_UNITS && Math::UNITS == MOST_UNITS), "in a stage");

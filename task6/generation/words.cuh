@@ -1,6 +1,6 @@
-// Results that blocks leave for each other within a launch, with no fence: beside each value is a tag, in the same word,
-// which its place did not have before. A word comes as a whole, so who needs a value looks at its place until the tag
-// is there.
+// Results that blocks leave for each other within a launch, with no fence: beside each value is a tag, in the same
+// word, which its place did not have before. A word comes as a whole, so who needs a value looks at its place until the
+// tag is there.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -47,7 +47,8 @@ struct Values {
   DEVICE void ask(const Source* from) {
 #ifdef __CUDACC__
     if constexpr (SHORT && N == 2) {
-      asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(from) : "memory");
+      asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(from)
+                   : "memory");
     } else if constexpr (SHORT) {
 #pragma unroll
       for (int i = 0; i < N; i += 4)
@@ -89,9 +90,9 @@ struct alignas(N * sizeof(T)) Values<T, N, false> {
 };
 
 // Several of them, from at(0), at(1) and so on. All are on their way together.
-template <typename T, int N, int COUNT, bool TAGGED>
+template <typename T, int N, int COUNT>
 struct Scattered {
-  Values<T, N, TAGGED> of[COUNT];
+  Values<T, N> of[COUNT];
 
   template <typename At>
   DEVICE void ask(At at) {
