@@ -3,6 +3,10 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#ifndef __CUDACC__
+#include <chrono>
+#endif
+
 #include "../../task4/ladder/hopper.cuh"
 #include "dtype.cuh"
 #include "launch.cuh"
@@ -17,6 +21,9 @@ constexpr int BYTES = 1024, PITCH = BYTES + 64;  // of a piece of a row: lanes o
 constexpr int STAGE_PIECES = UNIT * MOST_UNITS;  // of a stage: of fewer rows it has more of each
 constexpr int STEPS = BYTES / (64 * WARPS);      // of a piece: in each a warp has 64 bytes of a row
 constexpr int MOST_STAGES = 20;
+#ifndef PACE
+#define PACE 1600
+#endif
 
 struct Product : Arguments {
   int units, per_stage, pieces;  // of w; of a stage; of a row in a stage
@@ -60,11 +67,37 @@ struct Stage {
   }
 };
 
+#ifdef __CUDACC__
+DEVICE bool mbarrier_test(uint64_t* barrier, int parity) {
+  int over;
+  asm volatile(
+      "{\n.reg .pred over;\nmbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\nselp.s32 %0, 1, 0, over;\n}"
+      : "=r"(over) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+  return over;
+}
+DEVICE void prefetch_to_L2(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+DEVICE int64_t cycles() { return clock64(); }
+#else
+DEVICE bool mbarrier_test(uint64_t* barrier, int parity) {
+  mbarrier_wait(barrier, parity);
+  return true;
+}
+DEVICE void prefetch_to_L2(const void*, int) {}
+DEVICE int64_t cycles() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+#endif
+
+// One lane: what was asked for `in_flight` stages ago has come.
+template <int X_ROWS>
+DEVICE void wait_for_earlier(Shared<X_ROWS>& mem, const Stage& stage) {
+  const int before = stage.index - stage.in_flight, i = before < 0 ? before + stage.stages : before;
+  mbarrier_wait(&mem.full[i], before < 0 ? stage.parity ^ 1 : stage.parity);
+}
 // One lane: the stage may be loaded.
 template <int X_ROWS>
 DEVICE void wait_until_free(Shared<X_ROWS>& mem, const Stage& stage) {
-  const int before = stage.index - stage.in_flight, i = before < 0 ? before + stage.stages : before;
-  mbarrier_wait(&mem.full[i], before < 0 ? stage.parity ^ 1 : stage.parity);
+  wait_for_earlier(mem, stage);
   mbarrier_wait(&mem.empty[stage.index], stage.parity ^ 1);
 }
 
@@ -93,26 +126,66 @@ DEVICE void bulk_load_once(void* to, const void* from, int bytes, uint64_t* barr
 #endif
 }
 
-template <typename T, int X_ROWS>
-DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage) {
-  constexpr int CHUNK = BYTES / sizeof(T);
-  const int lane = threadIdx.x % 32, rows = p.per_stage * UNIT, each = rows * p.pieces / LOADERS;
-  const int piece = threadIdx.x / 32 % LOADERS * each + lane;
-  const int row = piece % rows, of_row = piece / rows, last = p.first_unit(blockIdx.x + 1);
-  for (int unit = p.first_unit(blockIdx.x); unit < last; unit += p.per_stage) {
+// A lane's piece of each stage of a block's units, one stage after the other.
+template <typename T>
+struct Piece {
+  static constexpr int CHUNK = BYTES / sizeof(T);
+  const Product* p;
+  int unit, last, row, of_row, place;  // of_row, place: which piece of its row, and of the stage
+  int first = 0;                       // column of the stage
+  const T* from;                       // the row
+  bool has;
+
+  DEVICE Piece(const Product& p)
+      : p(&p), unit(p.first_unit(blockIdx.x)), last(p.first_unit(blockIdx.x + 1)) {
+    const int rows = p.per_stage * UNIT, each = rows * p.pieces / LOADERS, lane = threadIdx.x % 32;
+    place = threadIdx.x / 32 % LOADERS * each + lane;
+    row = lane < each ? place % rows : -1, of_row = place / rows;
+    find_row();
+  }
+  DEVICE void find_row() {
     const int own = unit + row / UNIT;
-    const bool has = lane < each && own < last && p.has_row(own, row % UNIT);
-    const T* from = static_cast<const T*>(p.w) + p.row_of(own, row % UNIT) * p.w_stride;
-    for (int first = 0; first < p.K; first += p.pieces * CHUNK) {
-      const int k = first + of_row * CHUNK, bytes = has ? max(0, min(CHUNK, p.K - k)) * int(sizeof(T)) : 0;
-      const int all = __reduce_add_sync(~0u, bytes);
-      if (lane == 0) {
-        wait_until_free(mem, stage);
-        mbarrier_arrive_expect(&mem.full[stage.index], all);
-      }
-      __syncwarp();
-      if (bytes > 0) bulk_load_once(stage.at(mem.stages) + piece * PITCH, from + k, bytes, &mem.full[stage.index]);
-      stage.next();
+    has = row >= 0 && own < last && p->has_row(own, row % UNIT);
+    from = static_cast<const T*>(p->w) + p->row_of(own, row % UNIT) * p->w_stride;
+  }
+  DEVICE bool any() const { return unit < last; }  // of this stage; the same for all lanes
+  DEVICE void next() {
+    if ((first += p->pieces * CHUNK) < p->K) return;
+    first = 0, unit += p->per_stage;
+    find_row();
+  }
+  DEVICE int k() const { return first + of_row * CHUNK; }
+  DEVICE const T* source() const { return from + k(); }
+  DEVICE int bytes() const { return has ? max(0, min(CHUNK, p->K - k())) * int(sizeof(T)) : 0; }
+};
+
+// Up to most_ahead stages are brought to L2 while there is no room for them in the ring and the memory is idle, and as
+// many while those come from L2 to the ring: at the pace of the memory.
+template <typename T, int X_ROWS>
+DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage, int most_ahead = 0) {
+  Piece<T> piece(p), later = piece;  // later: what L2 is asked for next
+  int ahead = 0;                     // stages, from the one to the other
+  int64_t due = 0;                   // cycles, when the memory may be asked again
+  const auto fetch_ahead = [&] {
+    if (ahead >= most_ahead || !later.any() || !__shfl_sync(~0u, cycles() >= due, 0)) return;
+    if (const int bytes = later.bytes()) prefetch_to_L2(later.source(), bytes);
+    later.next(), ++ahead, due = cycles() + PACE;
+  };
+  for (; piece.any(); piece.next()) {
+    const int bytes = piece.bytes(), all = __reduce_add_sync(~0u, bytes);
+    if (threadIdx.x % 32 == 0) wait_for_earlier(mem, stage);
+    __syncwarp();
+    while (!__all_sync(~0u, mbarrier_test(&mem.empty[stage.index], stage.parity ^ 1))) fetch_ahead();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive_expect(&mem.full[stage.index], all);
+    __syncwarp();
+    if (bytes > 0)
+      bulk_load_once(stage.at(mem.stages) + piece.place * PITCH, piece.source(), bytes, &mem.full[stage.index]);
+    stage.next();
+    if (ahead > 0) {
+      --ahead;
+      fetch_ahead();
+    } else {
+      later.next(), due = cycles() + PACE;
     }
   }
 }
@@ -342,7 +415,7 @@ struct XRing {
   DEVICE uint4 take(const Product& p) {
     Vector16<T> x = {};
     if (from) {
-      while (!coming.have(p.tag)) coming.ask(from);
+      coming.wait(from, p.tag);
 #pragma unroll
       for (int i = 0; i < int(16 / sizeof(T)); ++i) x.values[i] = coming[i];
     }

@@ -1,6 +1,6 @@
 // Results that blocks leave for each other within a launch, with no fence: beside each value is a tag, in the same
 // word, which its place did not have before. A word comes as a whole, so who needs a value looks at its place until the
-// tag is there.
+// tag is there. The place may be another GPU's memory.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -26,39 +26,37 @@ DEVICE void put_word(Word<T>* to, T value, unsigned tag) {
   const Word<T> word = Word<T>(tag) << 8 * sizeof(T) | x.bits;
 #ifdef __CUDACC__
   if constexpr (sizeof(word) == 4) {
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
   } else {
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
   }
 #else
   __atomic_store_n(to, word, __ATOMIC_RELAXED);
 #endif
 }
 
-// Neighbouring values, as they were when they were asked for: N words, or without tags N values, of 8 bytes together or
-// of some 16.
+// N neighbouring values, as they were when they were asked for, or without tags N plain ones: one word, or as many as
+// are a multiple of 16 bytes.
 template <typename T, int N, bool TAGGED = true>
 struct Values {
   using Source = Word<T>;
-  static constexpr bool SHORT = sizeof(T) == 2;
-  static_assert(N * sizeof(Source) % 16 == 0 || N * sizeof(Source) == 8);
+  static_assert(N * sizeof(Source) % 16 == 0 || (N == 1 && sizeof(Source) == 8));
   Source words[N];
 
   DEVICE void ask(const Source* from) {
 #ifdef __CUDACC__
-    if constexpr (SHORT && N == 2) {
-      asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(from)
-                   : "memory");
-    } else if constexpr (SHORT) {
+    if constexpr (N == 1) {
+      asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(words[0]) : "l"(from) : "memory");
+    } else if constexpr (sizeof(T) == 2) {
 #pragma unroll
       for (int i = 0; i < N; i += 4)
-        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+        asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(words[i]), "=r"(words[i + 1]), "=r"(words[i + 2]), "=r"(words[i + 3]) : "l"(from + i)
                      : "memory");
     } else {
 #pragma unroll
       for (int i = 0; i < N; i += 2)
-        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(words[i]), "=l"(words[i + 1]) : "l"(from + i)
+        asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(words[i]), "=l"(words[i + 1]) : "l"(from + i)
                      : "memory");
     }
 #else
@@ -73,6 +71,10 @@ struct Values {
     for (int i = 0; i < N; ++i) wrong |= words[i] ^ expected;
     return wrong >> 8 * sizeof(T) == 0;
   }
+  // Until all of what was asked for is there.
+  DEVICE void wait(const Source* from, unsigned tag) {
+    while (!have(tag)) ask(from);
+  }
   DEVICE T operator[](int i) const {
     Bits<T> x;
     x.bits = words[i];
@@ -85,29 +87,6 @@ struct alignas(N * sizeof(T)) Values<T, N, false> {
   T values[N];
 
   DEVICE void ask(const T* from) { *this = *reinterpret_cast<const Values*>(from); }
-  DEVICE bool have(unsigned) const { return true; }
+  DEVICE void wait(const T*, unsigned) {}
   DEVICE T operator[](int i) const { return values[i]; }
-};
-
-// Several of them, from at(0), at(1) and so on. All are on their way together.
-template <typename T, int N, int COUNT>
-struct Scattered {
-  Values<T, N> of[COUNT];
-
-  template <typename At>
-  DEVICE void ask(At at) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) of[i].ask(at(i));
-  }
-  // Until all are there.
-  template <typename At>
-  DEVICE void wait(At at, unsigned tag) {
-    while (true) {
-      bool all = true;
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i) all = all && of[i].have(tag);
-      if (all) return;
-      ask(at);
-    }
-  }
 };

@@ -1,0 +1,168 @@
+// A persistent step's attention. Keys and values come through the ring, tile by tile, like weights: they are on their
+// way before q is. A block has some keys of a sequence, and all query heads of a group that share a read of them.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "model.cuh"
+
+// A result, with its tag if it has one.
+template <bool TAGGED, typename T>
+DEVICE void leave(void* to, int64_t i, T value, unsigned tag) {
+  if constexpr (TAGGED) {
+    put_word(static_cast<Word<T>*>(to) + i, value, tag);
+  } else {
+    static_cast<T*>(to)[i] = value;
+  }
+}
+
+template <typename T, int D>
+constexpr int KEYS = AttentionOf<T, D>::KEYS;
+template <typename T, int D>
+constexpr int TILE = AttentionOf<T, D>::TILE;
+
+// A share of a sequence's keys, for some query heads of a kv head.
+template <typename T, int D>
+struct Item {
+  int pair, split, splits;            // the items of a pair are merged
+  int b, kv_head, head, heads, set;   // heads from `head` on
+  int len, begin, end;                // keys: with the new one, and this item's
+
+  DEVICE Item(const Model& m, const int* lengths, int i) {
+    pair = i / m.splits, split = i - pair * m.splits;
+    const int kv_and_b = pair / m.sets, group = m.heads / m.kv_heads;
+    set = pair - kv_and_b * m.sets, b = kv_and_b / m.kv_heads, kv_head = kv_and_b - b * m.kv_heads;
+    head = kv_head * group + set * m.shared_by, heads = min(m.shared_by, group - set * m.shared_by);
+    len = lengths[b] + 1;
+    const int tiles = ceil_div(len, KEYS<T, D>);
+    splits = min(m.splits, tiles);
+    begin = tiles * split / splits * KEYS<T, D>;
+    end = split < splits ? min(len, tiles * (split + 1) / splits * KEYS<T, D>) : begin;
+  }
+};
+DEVICE int items_of(const Model& m) { return m.rows * m.kv_heads * m.sets * m.splits; }
+// m and l of each head of each item.
+template <int D>
+DEVICE Word<float>* partial_ml(const Model& m) {
+  return m.partial + int64_t(items_of(m)) * m.shared_by * D;
+}
+
+template <typename T, int X_ROWS, int D>
+DEVICE void load_keys(const Model& m, const int* lengths, int layer, Shared<X_ROWS>& mem, Stage& stage) {
+  // One warp keys, one values.
+  static_assert(LOADERS == 2 && 2 * TILE<T, D> <= SLOT);
+  const int loader = threadIdx.x / 32 % LOADERS;
+  stage.in_flight = IN_FLIGHT * (SLOT / (2 * TILE<T, D>));
+  for (int i = blockIdx.x; i < items_of(m); i += gridDim.x) {
+    const Item<T, D> item(m, lengths, i);
+    for (int key = item.begin; key < item.end; key += KEYS<T, D>) {
+      if (threadIdx.x % 32 == 0) {
+        wait_until_free(mem, stage);
+        mbarrier_arrive_expect(&mem.full[stage.index], TILE<T, D>);
+        tma_load(stage.at(mem.stages) + loader * TILE<T, D>, loader ? &m.v_map : &m.k_map, &mem.full[stage.index], key,
+                 item.kv_head, layer * m.layer_stride + item.b, EVICT_FIRST);
+      }
+      stage.next();
+    }
+  }
+  stage.in_flight = IN_FLIGHT;
+}
+
+// The newest token's q, k and v come to shared memory, once for all warps: words do not stay in L1.
+template <bool TAGGED, typename T, int D, typename Newest>
+DEVICE void load_newest(const Model& m, const Item<T, D>& item, Newest& newest, unsigned tag) {
+  constexpr int VECTOR = 16 / sizeof(T), VECTORS = D / VECTOR;
+  using Vector = Values<T, VECTOR, TAGGED>;
+  for (int n = threadIdx.x; n < (item.heads + 2) * VECTORS; n += COMPUTE) {
+    const int head = n / VECTORS, e = n % VECTORS * VECTOR, which = head - item.heads;
+    const int at = which < 0 ? item.head + head : m.heads + which * m.kv_heads + item.kv_head;
+    const auto* from = static_cast<const typename Vector::Source*>(m.qkv) +
+                       (int64_t(item.b) * (m.heads + 2 * m.kv_heads) + at) * D + e;
+    Vector x;
+    x.ask(from), x.wait(from, tag);
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) newest[which < 0 ? head : MOST_HEADS + which][e + i] = x[i];
+  }
+}
+
+// The items of a pair have left their parts, as words: each block of them merges some columns.
+template <bool TAGGED, typename T, int D>
+DEVICE void merge(const Model& m, const Item<T, D>& item, unsigned tag) {
+  const int lane = threadIdx.x % 32, fours = item.heads * D / 4;
+  for (int four = fours * item.split / item.splits + threadIdx.x / 32; four < fours * (item.split + 1) / item.splits;
+       four += WARPS) {
+    const int h = 4 * four / D, column = 4 * four % D;
+    Part<4> all;
+    for (int split = lane; split < item.splits; split += 32) {
+      const int64_t slot = (int64_t(item.pair) * m.splits + split) * m.shared_by + h;
+      const Word<float>*O_at = m.partial + slot * D + column, *ml_at = partial_ml<D>(m) + 2 * slot;
+      Values<float, 4> O;
+      Values<float, 2> ml;
+      ml.ask(ml_at), O.ask(O_at);
+      ml.wait(ml_at, tag), O.wait(O_at, tag);
+      all.add(ml[0], ml[1], {O[0], O[1], O[2], O[3]});
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) all.add_lanes(step);
+    if (lane > 0) continue;
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      leave<TAGGED>(m.o, (int64_t(item.b) * m.heads + item.head) * D + 4 * four + e, from_float<T>(all.O[e] / all.l),
+                    tag);
+  }
+}
+
+// tag_read: of q, k and v; tag_written: of o, and of the parts of those items that are merged, of any number of rows.
+template <typename T, int X_ROWS, int D>
+DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS, D>& mem, Stage& stage,
+                   unsigned tag_read, unsigned tag_written) {
+  constexpr bool WORDS = TAGGED<X_ROWS>;
+  constexpr int VECTORS = D * sizeof(T) / 16;
+  using Attention = AttentionOf<T, D>;
+
+  for (int i = blockIdx.x; i < items_of(m); i += gridDim.x) {
+    if (i != blockIdx.x) item = Item<T, D>(m, mem.lengths, i);
+    if (item.split >= item.splits) continue;
+    const bool newest = item.end == item.len;
+    const typename Attention::Angles angles(m.cos, m.sin, item.len - 1);
+    load_newest<WORDS>(m, item, mem.parts.newest, tag_read);
+    meet();
+    Attention attention(mem.parts, item.heads, newest, angles, m.scale * 1.44269504f);  // log2(e)
+    meet();  // q, k and v consumed
+#pragma unroll 1
+    for (int first = item.begin; first < item.end; first += KEYS<T, D>) {
+      mbarrier_wait(&mem.ring.full[stage.index], stage.parity);
+      attention.add(stage.at(mem.ring.stages), first, min(item.end, item.len - 1));
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(&mem.ring.empty[stage.index]);
+      stage.next();
+    }
+    attention.put(mem.parts, item.heads);
+    meet();  // the warps' parts complete
+    if (newest && item.set == m.sets - 1 && threadIdx.x < 2 * VECTORS) {  // a block has read it for earlier sets
+      const int64_t row = (int64_t(layer) * m.layer_stride + item.b) * m.max_seq + item.len - 1;
+      const int64_t place = (row * m.kv_heads + item.kv_head) * VECTORS + threadIdx.x % VECTORS;
+      const bool key = threadIdx.x < VECTORS;
+      static_cast<uint4*>(key ? m.k_cache : m.v_cache)[place] =
+          reinterpret_cast<const uint4*>(key ? mem.parts.k : mem.parts.v)[threadIdx.x % VECTORS];
+    }
+    for (int n = threadIdx.x; n < item.heads * D; n += COMPUTE) {
+      const int h = n / D, column = n % D;
+      Part<1> all;
+#pragma unroll
+      for (int part = 0; part < Attention::PARTS; ++part) {
+        const float2 ml = mem.parts.ml[part][h];
+        all.add(ml.x, ml.y, {mem.parts.O[part][h][column]});
+      }
+      if (item.splits == 1) {
+        leave<WORDS>(m.o, (int64_t(item.b) * m.heads + item.head) * D + n, from_float<T>(all.O[0] / all.l),
+                     tag_written);
+      } else {
+        const int64_t slot = int64_t(i) * m.shared_by + h;
+        put_word(&m.partial[slot * D + column], all.O[0], tag_written);
+        if (column < 2) put_word(partial_ml<D>(m) + 2 * slot + column, column == 0 ? all.m : all.l, tag_written);
+      }
+    }
+    if (item.splits > 1) merge<WORDS>(m, item, tag_written);  // the blocks have no other items
+    meet();  // the warps' parts consumed
+  }
+}

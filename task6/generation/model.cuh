@@ -1,0 +1,94 @@
+// What a persistent step knows of its model, and what a block of it has in shared memory.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "attention.cuh"
+#include "inboxes.cuh"
+#include "stream.cuh"
+#include "words.cuh"
+
+constexpr int SLOT = STAGE_PIECES * PITCH;  // bytes of a stage
+constexpr int IN_FLIGHT = 2;                // stages
+// Whether x, qkv, o and inner are words with tags.
+template <int X_ROWS>
+constexpr bool TAGGED = X_ROWS == 1;
+// Of x in shared memory. Of one row there are no more, or six stages would not fit.
+template <int X_ROWS>
+constexpr int X_PIECES = X_ROWS == 1 ? 12 : X_ROWS <= 4 ? 8
+                                                        : 3;
+
+struct Layer {
+  const void *norm_1, *qkv, *qkv_sums, *qkv_bias, *o, *o_bias, *norm_2, *up, *up_sums, *up_bias, *down, *down_bias;
+};
+
+struct Shape {
+  int N, K, units, per_stage, pieces;
+};
+constexpr int MOST_LAYERS = 80;
+enum Which { QKV,
+             O,
+             UP,
+             DOWN,
+             HEAD,
+             PRODUCTS };
+
+// Counters of blocks, 0 between launches. They have lines of memory of their own: who looks at one does not wait for
+// those that are counted in another.
+enum Counter { CAME,     // to all meetings
+               DONE,     // with the step
+               BEFORE }; // steps, not blocks: never 0 again
+constexpr int APART = 32;  // ints
+
+struct Model {
+  const Layer* layers;
+  const void *embedding, *positions, *norm, *head, *head_sums, *head_bias;  // positions: null with RoPE
+  const float *cos, *sin;                                                   // (max_seq, head_dim / 2), or null
+  void *x, *qkv, *o, *inner, *logits;
+  CUtensorMap k_map, v_map;
+  void *k_cache, *v_cache;   // (layer_stride layers, max_seq, kv_heads, head_dim): sequence b of a layer is row
+  int layer_stride;          // layer_stride layer + b
+  Word<float>* partial;      // [item][its head][head_dim], and behind all of them m, l
+  unsigned long long* best;  // of each row of the logits, 0 between launches
+  int *counters, *lengths;   // counters: Counter's, APART ints apart
+  int64_t *tokens, *clocks;  // clocks: block 0's at the beginning, after each meeting and in the end; or null
+  uint64_t* const* inboxes;  // (gpus), or null for one
+  int rank, gpus;            // this GPU
+  int layer_count, rows, hidden, heads, kv_heads, max_seq, activation, splits;
+  int shared_by, sets;  // query heads of a kv head that share a read of its keys, and how many such sets there are
+  float eps, scale;
+  Shape shapes[PRODUCTS];
+
+  template <typename T>
+  DEVICE Product product(const Layer& l, int which, unsigned tag = 0) const {
+    Product p = {};
+    p.tag = tag;
+    const Shape& shape = shapes[which];
+    p.rows = rows, p.N = shape.N, p.K = shape.K, p.units = shape.units, p.per_stage = shape.per_stage;
+    p.pieces = shape.pieces, p.eps = eps;
+    p.w_stride = p.x_stride = shape.K, p.out_stride = p.residual_stride = shape.N;
+    if (which == QKV) p.x = x, p.norm = l.norm_1, p.w = l.qkv, p.row_sums = l.qkv_sums, p.bias = l.qkv_bias;
+    if (which == QKV) p.out = qkv;
+    if (which == O) p.x = o, p.w = l.o, p.bias = l.o_bias, p.residual = p.out = x;
+    if (which == UP) {
+      p.x = x, p.norm = l.norm_2, p.w = l.up, p.row_sums = l.up_sums, p.bias = l.up_bias, p.out = inner;
+      p.activation = activation;
+      if (activation == SWIGLU) p.out_stride = shape.N / 2;
+    }
+    if (which == DOWN) p.x = inner, p.w = l.down, p.bias = l.down_bias, p.residual = p.out = x;
+    if (which == HEAD) p.x = x, p.norm = norm, p.w = head, p.row_sums = head_sums, p.bias = head_bias, p.out = logits;
+    return p;
+  }
+};
+
+template <typename T, int X_ROWS, int D>
+struct Memory {
+  union {
+    Parts<T, AttentionOf<T, D>::PARTS, D> parts;  // in attention
+    alignas(128) XMemory<X_ROWS, X_PIECES<X_ROWS>> x;  // in products
+  };
+  unsigned long long best[X_ROWS];
+  Layer layers[MOST_LAYERS + 1];  // of the model, a copy; behind them what the logits' product takes for its layer
+  int lengths[X_ROWS];        // a copy too: the last block of all changes them while others may still read
+  Inboxes inboxes;
+  alignas(1024) Shared<X_ROWS> ring;
+};
