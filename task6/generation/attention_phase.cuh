@@ -39,12 +39,6 @@ struct Item {
     end = split < splits ? min(len, tiles * (split + 1) / splits * KEYS<T, D>) : begin;
   }
 };
-DEVICE int items_of(const Model& m) { return m.rows * m.kv_heads * m.sets * m.splits; }
-// m and l of each head of each item.
-template <int D>
-DEVICE Word<float>* partial_ml(const Model& m) {
-  return m.partial + int64_t(items_of(m)) * m.shared_by * D;
-}
 
 template <typename T, int X_ROWS, int D>
 DEVICE void load_keys(const Model& m, const int* lengths, int layer, Shared<X_ROWS>& mem, Stage& stage) {
@@ -52,7 +46,7 @@ DEVICE void load_keys(const Model& m, const int* lengths, int layer, Shared<X_RO
   static_assert(LOADERS == 2 && 2 * TILE<T, D> <= SLOT);
   const int loader = threadIdx.x / 32 % LOADERS;
   stage.in_flight = IN_FLIGHT * (SLOT / (2 * TILE<T, D>));
-  for (int i = blockIdx.x; i < items_of(m); i += gridDim.x) {
+  for (int i = blockIdx.x; i < m.items(); i += gridDim.x) {
     const Item<T, D> item(m, lengths, i);
     for (int key = item.begin; key < item.end; key += KEYS<T, D>) {
       if (threadIdx.x % 32 == 0) {
@@ -84,30 +78,48 @@ DEVICE void load_newest(const Model& m, const Item<T, D>& item, Newest& newest, 
   }
 }
 
-// The items of a pair have left their parts, as words: each block of them merges some columns.
+// The last block of a pair to come merges its parts, which are words: the others have been written, or are on their way.
 template <bool TAGGED, typename T, int D>
 DEVICE void merge(const Model& m, const Item<T, D>& item, unsigned tag) {
-  const int lane = threadIdx.x % 32, fours = item.heads * D / 4;
-  for (int four = fours * item.split / item.splits + threadIdx.x / 32; four < fours * (item.split + 1) / item.splits;
-       four += WARPS) {
-    const int h = 4 * four / D, column = 4 * four % D;
+  constexpr int AT_A_TIME = 4;  // parts
+  const Word<float>* partial_ml = m.partial_ml<D>();
+  // Four lanes have the same four columns, each of every fourth split.
+  for (int n = threadIdx.x / 4; n < item.heads * D / 4; n += COMPUTE / 4) {
+    const int h = 4 * n / D, column = 4 * n % D;
     Part<4> all;
-    for (int split = lane; split < item.splits; split += 32) {
-      const int64_t slot = (int64_t(item.pair) * m.splits + split) * m.shared_by + h;
-      const Word<float>*O_at = m.partial + slot * D + column, *ml_at = partial_ml<D>(m) + 2 * slot;
-      Values<float, 4> O;
-      Values<float, 2> ml;
-      ml.ask(ml_at), O.ask(O_at);
-      ml.wait(ml_at, tag), O.wait(O_at, tag);
-      all.add(ml[0], ml[1], {O[0], O[1], O[2], O[3]});
+#pragma unroll 1
+    for (int first = threadIdx.x % 4; first < item.splits; first += 4 * AT_A_TIME) {
+      const Word<float>*ml_at[AT_A_TIME], *O_at[AT_A_TIME];
+      Values<float, 2> ml[AT_A_TIME];
+      Values<float, 4> O[AT_A_TIME];
+#pragma unroll
+      for (int k = 0; k < AT_A_TIME; ++k) {
+        const int split = min(first + 4 * k, item.splits - 1);
+        const int64_t slot = (int64_t(item.pair) * m.splits + split) * m.shared_by + h;
+        ml_at[k] = partial_ml + 2 * slot, O_at[k] = m.partial + slot * D + column;
+        ml[k].ask(ml_at[k]), O[k].ask(O_at[k]);
+      }
+#pragma unroll
+      for (int k = 0; k < AT_A_TIME; ++k) ml[k].wait(ml_at[k], tag), O[k].wait(O_at[k], tag);
+      float top = -INFINITY;
+#pragma unroll
+      for (int k = 0; k < AT_A_TIME; ++k) top = fmaxf(top, ml[k][0]);
+      float l = 0.0f, sum[4] = {};
+#pragma unroll
+      for (int k = 0; k < AT_A_TIME; ++k) {
+        const float factor = first + 4 * k < item.splits ? exp2f(ml[k][0] - top) : 0.0f;  // each has keys
+        l += ml[k][1] * factor;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[e] += O[k][e] * factor;
+      }
+      all.add(top, l, sum);
     }
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) all.add_lanes(step);
-    if (lane > 0) continue;
+    for (int step = 1; step <= 2; step *= 2) all.add_lanes(step);
+    if (threadIdx.x % 4 > 0) continue;
+    const int64_t out = (int64_t(item.b) * m.heads + item.head) * D + 4 * n;
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-      leave<TAGGED>(m.o, (int64_t(item.b) * m.heads + item.head) * D + 4 * four + e, from_float<T>(all.O[e] / all.l),
-                    tag);
+    for (int e = 0; e < 4; ++e) leave<TAGGED>(m.o, out + e, from_float<T>(all.O[e] / all.l), tag);
   }
 }
 
@@ -119,7 +131,7 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
   constexpr int VECTORS = D * sizeof(T) / 16;
   using Attention = AttentionOf<T, D>;
 
-  for (int i = blockIdx.x; i < items_of(m); i += gridDim.x) {
+  for (int i = blockIdx.x; i < m.items(); i += gridDim.x) {
     if (i != blockIdx.x) item = Item<T, D>(m, mem.lengths, i);
     if (item.split >= item.splits) continue;
     const bool newest = item.end == item.len;
@@ -159,10 +171,17 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
       } else {
         const int64_t slot = int64_t(i) * m.shared_by + h;
         put_word(&m.partial[slot * D + column], all.O[0], tag_written);
-        if (column < 2) put_word(partial_ml<D>(m) + 2 * slot + column, column == 0 ? all.m : all.l, tag_written);
+        if (column < 2) put_word(m.partial_ml<D>() + 2 * slot + column, column == 0 ? all.m : all.l, tag_written);
       }
     }
-    if (item.splits > 1) merge<WORDS>(m, item, tag_written);  // the blocks have no other items
     meet();  // the warps' parts consumed
+    if (item.splits == 1) continue;
+    if (threadIdx.x == 0) {
+      int* counter = &m.counters[MERGED * APART + item.pair];
+      mem.last = atomicAdd(counter, 1) == (layer + 1) * item.splits - 1;
+      if (mem.last && layer == m.layer_count - 1) *counter = 0;  // for the next step
+    }
+    meet();
+    if (mem.last) merge<WORDS>(m, item, tag_written);
   }
 }

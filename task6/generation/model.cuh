@@ -36,7 +36,8 @@ enum Which { QKV,
 // those that are counted in another.
 enum Counter { CAME,     // to all meetings
                DONE,     // with the step
-               BEFORE }; // steps, not blocks: never 0 again
+               BEFORE,   // steps, not blocks: never 0 again
+               MERGED }; // of each pair, whose parts of attention are written, in all layers
 constexpr int APART = 32;  // ints
 
 struct Model {
@@ -58,6 +59,12 @@ struct Model {
   float eps, scale;
   Shape shapes[PRODUCTS];
 
+  DEVICE int items() const { return rows * kv_heads * sets * splits; }
+  // m and l of each head of each item.
+  template <int D>
+  DEVICE Word<float>* partial_ml() const {
+    return partial + int64_t(items()) * shared_by * D;
+  }
   template <typename T>
   DEVICE Product product(const Layer& l, int which, unsigned tag = 0) const {
     Product p = {};
@@ -87,6 +94,7 @@ struct Memory {
     alignas(128) XMemory<X_ROWS, X_PIECES<X_ROWS>> x;  // in products
   };
   unsigned long long best[X_ROWS];
+  bool last;
   Layer layers[MOST_LAYERS + 1];  // of the model, a copy; behind them what the logits' product takes for its layer
   int lengths[X_ROWS];        // a copy too: the last block of all changes them while others may still read
   Inboxes inboxes;

@@ -10,7 +10,7 @@
 //   embedding | norm, q k v | RoPE, append, attention | o, residual | norm, gate and up | down, residual | ... | logits
 //
 // Products are those of stream.cuh. Attention reads each key once for all query heads of its group: a block has some
-// keys of a kv head, and merges some columns of all blocks' parts.
+// keys of a kv head, and the last block of a kv head to come merges their parts.
 //
 // What blocks leave for each other has to be visible when it is read. For a meeting that would be a fence in each,
 // which takes longer while weights stream. Of one row all results are words with tags instead (words.cuh), and a
@@ -92,7 +92,7 @@ DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage)
       grid.come();
     }
     if (which > QKV) continue;
-    const Item<T, D> item(m, mem.lengths, min(int(blockIdx.x), items_of(m) - 1));
+    const Item<T, D> item(m, mem.lengths, min(int(blockIdx.x), m.items() - 1));
     if (!WORDS) grid.wait_for_all();
     attend<T>(m, i, item, mem, stage, grid.tag_read(), grid.tag_written());
     grid.come();

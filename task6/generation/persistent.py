@@ -194,7 +194,7 @@ class PersistentStep:
             inner=buffer(wide), logits=logits,
             partial=torch.zeros(pairs * splits * shared_by * (head_dim + 2), 2, device=lengths.device),
             best=torch.zeros(rows, dtype=torch.int64, device=lengths.device),
-            counters=torch.zeros(COUNTERS, dtype=torch.int32, device=lengths.device), lengths=lengths,
+            counters=torch.zeros(COUNTERS + pairs, dtype=torch.int32, device=lengths.device), lengths=lengths,
             tokens=tokens, clocks=None, k_cache=k_cache[0], v_cache=v_cache[0],
             layer_stride=k_cache.stride(0) // k_cache.stride(1), rank=group.rank, gpus=group.world,
             inboxes=torch.tensor([t.data_ptr() for t in inboxes], device=lengths.device) if inboxes else None,

@@ -68,11 +68,15 @@ struct Stage {
 };
 
 #ifdef __CUDACC__
-DEVICE bool mbarrier_test(uint64_t* barrier, int parity) {
+// As mbarrier_wait, but returns after a while, and says whether the phase is over.
+DEVICE bool mbarrier_wait_a_while(uint64_t* barrier, int parity) {
+  constexpr int NANOSECONDS = 500;
   int over;
   asm volatile(
-      "{\n.reg .pred over;\nmbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\nselp.s32 %0, 1, 0, over;\n}"
-      : "=r"(over) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+      "{\n.reg .pred over;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2, %3;\n"
+      "selp.s32 %0, 1, 0, over;\n}" : "=r"(over) : "r"(shared_address(barrier)), "r"(parity), "r"(NANOSECONDS)
+      : "memory");
   return over;
 }
 DEVICE void prefetch_to_L2(const void* from, int bytes) {
@@ -80,7 +84,7 @@ DEVICE void prefetch_to_L2(const void* from, int bytes) {
 }
 DEVICE int64_t cycles() { return clock64(); }
 #else
-DEVICE bool mbarrier_test(uint64_t* barrier, int parity) {
+DEVICE bool mbarrier_wait_a_while(uint64_t* barrier, int parity) {
   mbarrier_wait(barrier, parity);
   return true;
 }
@@ -166,6 +170,7 @@ DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage, in
   Piece<T> piece(p), later = piece;  // later: what L2 is asked for next
   int ahead = 0;                     // stages, from the one to the other
   int64_t due = 0;                   // cycles, when the memory may be asked again
+  const bool leads = threadIdx.x % 32 == 0;
   const auto fetch_ahead = [&] {
     if (ahead >= most_ahead || !later.any() || !__shfl_sync(~0u, cycles() >= due, 0)) return;
     if (const int bytes = later.bytes()) prefetch_to_L2(later.source(), bytes);
@@ -173,14 +178,20 @@ DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage, in
   };
   for (; piece.any(); piece.next()) {
     const int bytes = piece.bytes(), all = __reduce_add_sync(~0u, bytes);
-    if (threadIdx.x % 32 == 0) wait_for_earlier(mem, stage);
-    __syncwarp();
-    while (!__all_sync(~0u, mbarrier_test(&mem.empty[stage.index], stage.parity ^ 1))) fetch_ahead();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive_expect(&mem.full[stage.index], all);
+    if (leads) wait_for_earlier(mem, stage);
+    const int parity = stage.parity ^ 1;
+    if (most_ahead > 0) {
+      while (!__shfl_sync(~0u, leads && mbarrier_wait_a_while(&mem.empty[stage.index], parity), 0)) fetch_ahead();
+    }
+    if (leads) {
+      mbarrier_wait(&mem.empty[stage.index], parity);
+      mbarrier_arrive_expect(&mem.full[stage.index], all);
+    }
     __syncwarp();
     if (bytes > 0)
       bulk_load_once(stage.at(mem.stages) + piece.place * PITCH, piece.source(), bytes, &mem.full[stage.index]);
     stage.next();
+    if (most_ahead == 0) continue;
     if (ahead > 0) {
       --ahead;
       fetch_ahead();
@@ -303,102 +314,84 @@ struct Place {
   }
 };
 
-// x on its way to shared memory: each warp has the columns that it multiplies. In a turn each lane asks for 16 bytes:
-// of a piece of four rows, or of TURN pieces of one. If it has room for all turns of x they stay, or a few are ahead,
-// again for each pass. With tags it comes to registers, a turn ahead, and from there to shared memory.
+// x on its way to shared memory: each warp has the columns that it multiplies, piece after piece. If there is room for
+// all of x it stays, or some pieces are ahead, again for each pass.
 template <int X_ROWS, int PIECES>
 using XMemory = uint8_t[WARPS][PIECES][STEPS][X_ROWS][64];
 
-template <typename T, int X_ROWS, int PIECES, int TURN, bool TAGGED>
-struct XRing {
+// In copies. A lane asks for 16 bytes of every fourth row of a piece.
+template <typename T, int X_ROWS, int PIECES>
+struct XCopies {
   using Piece = uint8_t[STEPS][X_ROWS][64];
-  static constexpr int TURNS = PIECES / TURN, CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS;
-  static constexpr int GROUPS = ceil_div(X_ROWS, 4);
-  static_assert(STEPS == 2 && (TURN == 1 || (TURN == 4 && X_ROWS == 1)), "eight lanes have a row of a piece");
-  static_assert(!TAGGED || TURN == 4, "a lane has 16 bytes of one row");
-  using Coming = Values<T, 16 / sizeof(T)>;
+  static constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS, GROUPS = ceil_div(X_ROWS, 4);
+  static constexpr bool EACH_PIECE = true;  // is scaled by itself
+  static_assert(STEPS == 2, "eight lanes have a row of a piece");
 
   Piece* own;
-  int pieces, turns, of_row;     // of a row; which piece of it was taken last
-  int fresh, taken = 0;          // turns: of all passes, or of one if they stay; so far
-  int size;                      // of the ring, in turns
-  int asked = 0, to = 0, at;     // turns; where the next one goes, and where the one that was taken last is
-  int next_k, next_norm;         // this lane's first column of the turn that is asked for next, and of norm
-  uint4 norm = {};               // this lane's 16 bytes, for the turn that is scaled next
-  Coming coming;                 // of that turn, where x has tags
-  const Word<T>* from = nullptr;  // where they are
+  int fresh, taken = 0;          // pieces: of all passes, or of one if they stay; so far
+  int pieces, size;              // of a row; of the ring
+  int asked = 0, to = 0, at;     // pieces; where the next one goes, and where the one that was taken last is
+  int next_k, next_norm;         // this lane's first column of the piece that is asked for next, and of norm
+  uint4 norm = {};               // this lane's 16 bytes, for the piece that is scaled next
   Moments moments[GROUPS] = {};  // of this lane's columns of every fourth row
 
-  DEVICE XRing(const Product& p, XMemory<X_ROWS, PIECES>& mem, int passes) : own(mem[threadIdx.x / 32]) {
-    pieces = ceil_div(p.K, CHUNK), turns = ceil_div(pieces, TURN), of_row = pieces - 1;
-    const bool stay = turns <= TURNS;
-    fresh = (stay ? min(passes, 1) : passes) * turns, size = stay ? turns : TURNS, at = size - 1;
+  DEVICE XCopies(const Product& p, XMemory<X_ROWS, PIECES>& mem, int passes) : own(mem[threadIdx.x / 32]) {
+    pieces = ceil_div(p.K, CHUNK);
+    const bool stay = pieces <= PIECES;
+    fresh = (stay ? min(passes, 1) : passes) * pieces, size = stay ? pieces : PIECES, at = size - 1;
     next_k = next_norm = first_k();
     load_norm(p);
   }
   // x is there.
   DEVICE void start(const Product& p) {
-    for (int i = 0; i < (TAGGED ? 1 : TURNS - 1); ++i) ask(p);
+    for (int i = 0; i < PIECES - 1; ++i) ask(p);
     scale_next(p);
   }
-  // A lane has 16 bytes of every fourth row, or of one piece of a turn.
   static DEVICE int step() { return threadIdx.x / 4 % STEPS; }
-  static DEVICE int group() { return threadIdx.x % 32 / 8; }
-  static DEVICE int row_of(int i) { return TURN > 1 ? 0 : 4 * i + group(); }
+  static DEVICE int row_of(int i) { return 4 * i + threadIdx.x % 32 / 8; }
   static DEVICE int first_k() {
     const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
-    return (TURN > 1 ? group() * CHUNK : 0) + step() * STEP + warp * (STEP / WARPS) + t * int(16 / sizeof(T));
+    return step() * STEP + warp * (STEP / WARPS) + t * int(16 / sizeof(T));
   }
   static DEVICE void advance(int& k, int K) {
-    k += TURN * CHUNK;
+    k += CHUNK;
     if (k - first_k() >= K) k = first_k();
   }
-  DEVICE uint8_t* place(int turn, int row) const {
-    return own[TURN > 1 ? turn * TURN + group() : turn][step()][row] + threadIdx.x % 4 * 16;
-  }
+  DEVICE uint8_t* place(int piece, int row) const { return own[piece][step()][row] + threadIdx.x % 4 * 16; }
   DEVICE void ask(const Product& p) {
     if (asked < fresh) {
       const bool inside = next_k < p.K;  // or zeros
-      if constexpr (TAGGED) {
-        from = inside ? static_cast<const Word<T>*>(p.x) + next_k : nullptr;
-        if (from) coming.ask(from);
-      } else {
 #pragma unroll
-        for (int i = 0; i < GROUPS; ++i) {
-          const int row = row_of(i);
-          const bool has = inside && row < p.rows;
-          if (row < X_ROWS)
-            cp_async<16>(place(to, row), static_cast<const T*>(p.x) + (has ? row * p.x_stride + next_k : 0), has);
-        }
+      for (int i = 0; i < GROUPS; ++i) {
+        const int row = row_of(i);
+        const bool has = inside && row < p.rows;
+        if (row < X_ROWS)
+          cp_async<16>(place(to, row), static_cast<const T*>(p.x) + (has ? row * p.x_stride + next_k : 0), has);
       }
       ++asked, advance(next_k, p.K);
     }
-    if (TAGGED) return;
     cp_async_commit();
-    if (++to == TURNS) to = 0;
+    if (++to == PIECES) to = 0;
   }
   DEVICE void load_norm(const Product& p) {
     if (!p.norm) return;
     if (next_norm < p.K) norm = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.norm) + next_norm);
     advance(next_norm, p.K);
   }
-  // The next piece, scaled by the norm, is here; the turn before its own is not needed any more.
+  // The next piece, scaled by the norm, is here; the one before it is not needed any more.
   DEVICE const Piece& next(const Product& p) {
-    if (++of_row == pieces) of_row = 0;
-    if (of_row % TURN == 0) {
-      if (++at == size) at = 0;
-      if (taken++ < fresh) {
-        __syncwarp();
-        if (!TAGGED) ask(p);
-      }
+    if (++at == size) at = 0;
+    if (taken++ < fresh) {
+      __syncwarp();
+      ask(p);
     }
-    return own[at * TURN + of_row % TURN];
+    return own[at];
   }
-  // What this lane asked for, of the turn behind that: while the first piece is multiplied.
+  // What this lane asked for, of the piece behind that: while that one is multiplied.
   DEVICE void scale_next(const Product& p) {
-    if (taken >= fresh || (taken > 0 && of_row % TURN > 0)) return;
-    if (!TAGGED) cp_async_wait<TURNS - 2>();
-    if (!TAGGED && !p.norm) return;
+    if (taken >= fresh) return;
+    cp_async_wait<PIECES - 2>();
+    if (!p.norm) return;
     const uint4 by = norm;
     load_norm(p);
 #pragma unroll
@@ -406,31 +399,128 @@ struct XRing {
       const int row = row_of(i);
       if (row >= p.rows) continue;
       uint4& x = *reinterpret_cast<uint4*>(place(at + 1 == size ? 0 : at + 1, row));
-      const uint4 value = TAGGED ? take(p) : x;
-      if (p.norm && taken < turns) moments[i].template add<T>(value);
-      x = p.norm ? scaled<T>(value, by) : value;
+      if (taken < pieces) moments[i].template add<T>(x);
+      x = scaled<T>(x, by);
     }
-  }
-  // With tags: what this lane asked for. It asks for the next turn's.
-  DEVICE uint4 take(const Product& p) {
-    Vector16<T> x = {};
-    if (from) {
-      coming.wait(from, p.tag);
-#pragma unroll
-      for (int i = 0; i < int(16 / sizeof(T)); ++i) x.values[i] = coming[i];
-    }
-    ask(p);
-    return x.bits;
   }
   DEVICE void put(Moments (&of_rows)[X_ROWS]) const {
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
       Moments all = moments[i];
 #pragma unroll
-      for (int step = 1; step < (TURN > 1 ? 32 : 8); step *= 2) all.add_lanes(step);
-      const int row = TURN > 1 ? (threadIdx.x % 32 == 0 ? 0 : X_ROWS) : row_of(i);
-      if (threadIdx.x % 8 == 0 && row < X_ROWS) of_rows[row] = all;
+      for (int step = 1; step < 8; step *= 2) all.add_lanes(step);
+      if (threadIdx.x % 8 == 0 && row_of(i) < X_ROWS) of_rows[row_of(i)] = all;
     }
+  }
+};
+
+// In words with tags, of one row. They come to registers, two turns of four pieces ahead, and from there to shared
+// memory. Of a piece a lane has two runs of words, 16 bytes each, so that four lanes ask for 64 bytes in a row.
+template <typename T, int PIECES>
+struct XWords {
+  using Piece = uint8_t[STEPS][1][64];
+  static constexpr int TURN = 4, TURNS = PIECES / TURN;  // pieces of a turn; turns that there is room for
+  static constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS, RUN = 8 / sizeof(T);
+  static constexpr bool EACH_PIECE = false;
+  static_assert(STEPS == 2 && PIECES % TURN == 0, "eight lanes have a piece");
+  struct Coming {
+    Values<T, RUN> runs[2];
+    int k;  // this lane's first column: behind p.K are zeros
+  };
+
+  Piece* own;
+  int pieces, turns, of_row;  // of a row; which piece of it was taken last
+  int fresh, taken = 0;       // turns: of all passes, or of one if they stay; so far
+  int size, at;               // of the ring, in turns; where the one that was taken last is
+  int asked = 0;              // turns
+  int next_k, next_norm;      // this lane's first column of the turn that is asked for next, and of norm
+  uint2 norm[2] = {};         // this lane's, for the turn that is scaled next
+  Coming coming[2];           // even turns, odd ones
+  Moments moments = {};       // of this lane's columns
+
+  DEVICE XWords(const Product& p, XMemory<1, PIECES>& mem, int passes) : own(mem[threadIdx.x / 32]) {
+    pieces = ceil_div(p.K, CHUNK), turns = ceil_div(pieces, TURN), of_row = pieces - 1;
+    const bool stay = turns <= TURNS;
+    fresh = (stay ? min(passes, 1) : passes) * turns, size = stay ? turns : TURNS, at = size - 1;
+    next_k = next_norm = first_k();
+    load_norm(p);
+  }
+  // x is there, or on its way.
+  DEVICE void start(const Product& p) {
+    ask(p, coming[0]), ask(p, coming[1]);
+    scale_next(p);
+  }
+  static DEVICE int group() { return threadIdx.x % 32 / 8; }
+  static DEVICE int step() { return threadIdx.x / 4 % STEPS; }
+  static DEVICE int first_k() {
+    const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
+    return group() * CHUNK + step() * STEP + warp * (STEP / WARPS) + t * RUN;
+  }
+  static DEVICE void advance(int& k, int K) {
+    k += TURN * CHUNK;
+    if (k - first_k() >= K) k = first_k();
+  }
+  static DEVICE int column(int k, int run) { return k + run * 4 * RUN; }
+  static DEVICE const Word<T>* words(const Product& p) { return static_cast<const Word<T>*>(p.x); }
+  DEVICE void ask(const Product& p, Coming& turn) {
+    if (asked >= fresh) return;
+    turn.k = next_k;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (column(next_k, i) < p.K) turn.runs[i].ask(words(p) + column(next_k, i));
+    ++asked, advance(next_k, p.K);
+  }
+  DEVICE void load_norm(const Product& p) {
+    if (!p.norm) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int k = column(next_norm, i);
+      if (k < p.K) norm[i] = *reinterpret_cast<const uint2*>(static_cast<const T*>(p.norm) + k);
+    }
+    advance(next_norm, p.K);
+  }
+  // The next piece, scaled by the norm, is here; the turn before its own is not needed any more.
+  DEVICE const Piece& next(const Product&) {
+    if (++of_row == pieces) of_row = 0;
+    if (of_row % TURN == 0) {
+      if (++at == size) at = 0;
+      if (taken++ < fresh) __syncwarp();
+    }
+    return own[at * TURN + of_row % TURN];
+  }
+  // The turn behind that one: while the turn's first piece is multiplied.
+  DEVICE void scale_next(const Product& p) {
+    if (taken >= fresh || (taken > 0 && of_row % TURN > 0)) return;
+    if (taken % 2 == 0) {
+      take(p, coming[0]);
+    } else {
+      take(p, coming[1]);
+    }
+  }
+  DEVICE void take(const Product& p, Coming& turn) {
+    Vector16<T> x = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int k = column(turn.k, i);
+      if (k >= p.K) continue;
+      turn.runs[i].wait(words(p) + k, p.tag);
+#pragma unroll
+      for (int e = 0; e < RUN; ++e) x.values[i * RUN + e] = turn.runs[i][e];
+    }
+    ask(p, turn);
+    if (p.norm) {
+      if (taken < turns) moments.template add<T>(x.bits);
+      x.bits = scaled<T>(x.bits, make_uint4(norm[0].x, norm[0].y, norm[1].x, norm[1].y));
+      load_norm(p);
+    }
+    uint2* to = reinterpret_cast<uint2*>(own[(at + 1 == size ? 0 : at + 1) * TURN + group()][step()][0]);
+    to[threadIdx.x % 4] = make_uint2(x.bits.x, x.bits.y), to[4 + threadIdx.x % 4] = make_uint2(x.bits.z, x.bits.w);
+  }
+  DEVICE void put(Moments (&of_rows)[1]) const {
+    Moments all = moments;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) all.add_lanes(step);
+    if (threadIdx.x % 32 == 0) of_rows[0] = all;
   }
 };
 
@@ -447,10 +537,10 @@ struct Share {
   int first = p.first_unit(blockIdx.x), last = p.first_unit(blockIdx.x + 1), pass = 0;  // units
   Place place = Place(p, thread(), first, max(1, units(first)));
   Beside<T> beside = {};
-  XRing<T, X_ROWS, X_PIECES, X_ROWS == 1 ? MOST_PIECES : 1, TAGGED> ring;
+  std::conditional_t<TAGGED, XWords<T, X_PIECES>, XCopies<T, X_ROWS, X_PIECES>> x;
 
-  DEVICE Share(const Product& p, Shared<X_ROWS>& mem, XMemory<X_ROWS, X_PIECES>& x, Stage& stage)
-      : p(p), mem(mem), stage(stage), ring(p, x, ceil_div(last - first, p.per_stage)) {
+  DEVICE Share(const Product& p, Shared<X_ROWS>& mem, XMemory<X_ROWS, X_PIECES>& x_memory, Stage& stage)
+      : p(p), mem(mem), stage(stage), x(p, x_memory, ceil_div(last - first, p.per_stage)) {
     if (place.any) beside = load_beside<T, TAGGED>(p, place.row, place.n);
   }
   DEVICE int units(int unit) const { return min(p.per_stage, last - unit); }
@@ -466,7 +556,7 @@ struct Share {
   template <typename Complete, typename Use>
   DEVICE void compute(Complete complete, Use use) {
     Math math;
-    ring.start(p);
+    x.start(p);
     for (int unit = first; unit < last; unit += p.per_stage, ++pass) {
       if (pass > 0) find_place(thread(), unit);
       math.start();
@@ -478,7 +568,7 @@ struct Share {
         multiply<MOST_PIECES>(math, units(unit));
       }
       math.put(mem.sums[pass % 2][threadIdx.x / 32]);
-      if (p.norm && pass == 0) ring.put(mem.moments[threadIdx.x / 32]);
+      if (p.norm && pass == 0) x.put(mem.moments[threadIdx.x / 32]);
       meet();  // the sums complete, and those of the pass before consumed
       finish(unit, complete, use);
     }
@@ -522,10 +612,10 @@ struct Share {
   }
   template <int FIRST, int LAST>
   DEVICE void add(Math& math, const uint4 (&w)[STEPS][Math::UNITS]) {
-    const auto& x = ring.next(p);
+    const auto& piece = x.next(p);
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) math.template add<FIRST, LAST>(x[i], w[i]);
-    ring.scale_next(p);
+    for (int i = 0; i < STEPS; ++i) math.template add<FIRST, LAST>(piece[i], w[i]);
+    if (decltype(x)::EACH_PIECE || FIRST == 0) x.scale_next(p);
   }
 
   // The warps' sums of some units become columns of out.
