@@ -150,7 +150,7 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
     }
     attention.put(mem.parts, item.heads);
     meet();  // the warps' parts complete
-    if (newest && item.set == m.sets - 1 && threadIdx.x < 2 * VECTORS) {  // a block has read it for earlier sets
+    if (newest && item.set == m.sets - 1 && threadIdx.x < 2 * VECTORS) {  // to a place that is masked for all others
       const int64_t row = (int64_t(layer) * m.layer_stride + item.b) * m.max_seq + item.len - 1;
       const int64_t place = (row * m.kv_heads + item.kv_head) * VECTORS + threadIdx.x % VECTORS;
       const bool key = threadIdx.x < VECTORS;

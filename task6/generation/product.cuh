@@ -4,6 +4,7 @@
 
 #include "dtype.cuh"
 #include "tensor.cuh"
+#include "words.cuh"
 
 #ifndef DEVICE
 #define DEVICE __device__ __forceinline__
@@ -70,12 +71,17 @@ template <typename T>
 struct Beside {
   T row_sum, bias, residual;  // as loaded: nothing waits for them yet
 };
-// TAGGED: each value of the residual is the first of two T, as in words.cuh.
+// TAGGED: the residual is words, which this block has written itself.
 template <typename T, bool TAGGED = false>
 DEVICE Beside<T> load_beside(const Arguments& p, int row, int n) {
   const T zero = from_float<T>(0.0f);
+  const auto residual = [&] {
+    Values<T, 1, TAGGED> x;
+    x.ask(static_cast<const typename Values<T, 1, TAGGED>::Source*>(p.residual) + row * p.residual_stride + n);
+    return x[0];
+  };
   return {p.row_sums ? static_cast<const T*>(p.row_sums)[n] : zero, p.bias ? static_cast<const T*>(p.bias)[n] : zero,
-          p.residual ? static_cast<const T*>(p.residual)[row * p.residual_stride + (TAGGED ? 2 * n : n)] : zero};
+          p.residual ? residual() : zero};
 }
 
 // A value of out, from its sum over k; with SwiGLU of gate, and `up` of up. The norm's factor is applied here, so that

@@ -40,12 +40,14 @@ DEVICE void put_word(Word<T>* to, T value, unsigned tag) {
 template <typename T, int N, bool TAGGED = true>
 struct Values {
   using Source = Word<T>;
-  static_assert(N * sizeof(Source) % 16 == 0 || (N == 1 && sizeof(Source) == 8));
+  static_assert(N * sizeof(Source) % 16 == 0 || N == 1);
   Source words[N];
 
   DEVICE void ask(const Source* from) {
 #ifdef __CUDACC__
-    if constexpr (N == 1) {
+    if constexpr (N == 1 && sizeof(T) == 2) {
+      asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(words[0]) : "l"(from) : "memory");
+    } else if constexpr (N == 1) {
       asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(words[0]) : "l"(from) : "memory");
     } else if constexpr (sizeof(T) == 2) {
 #pragma unroll
