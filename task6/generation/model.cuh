@@ -9,6 +9,7 @@
 
 constexpr int SLOT = STAGE_PIECES * PITCH;  // bytes of a stage
 constexpr int IN_FLIGHT = 2;                // stages
+constexpr int AHEAD = 6;                    // stages in L2: half of it, of all blocks
 // Whether x, qkv, o and inner are words with tags.
 template <int X_ROWS>
 constexpr bool TAGGED = X_ROWS == 1;
@@ -57,6 +58,7 @@ struct Model {
   int layer_count, rows, hidden, heads, kv_heads, max_seq, activation, splits;
   int shared_by, sets;  // query heads of a kv head that share a read of its keys, and how many such sets there are
   float eps, scale;
+  int pace;  // cycles in which the memory delivers a stage of all blocks
   Shape shapes[PRODUCTS];
 
   DEVICE int items() const { return rows * kv_heads * sets * splits; }

@@ -21,10 +21,6 @@
 #include <cuda_runtime.h>
 
 #include <utility>
-#ifndef AHEAD
-#define AHEAD 4
-#define ALL 0
-#endif
 
 #include "attention_phase.cuh"
 #include "grid.cuh"
@@ -139,7 +135,7 @@ DEVICE void load_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage) {
   for (int i = 0, which = QKV;; which < DOWN ? ++which : (++i, which = i < m.layer_count ? QKV : HEAD)) {
     const Product p = m.product<T>(mem.layers[i], which);
     prefetch_beside<T>(p);
-    load_weights<T>(p, mem.ring, stage, which == UP || ALL ? AHEAD : 0);
+    load_weights<T>(p, mem.ring, stage, {AHEAD, m.pace});
     if (which == QKV) load_keys<T, X_ROWS, D>(m, mem.lengths, i, mem.ring, stage);
     if (which == HEAD) break;
   }
@@ -220,13 +216,15 @@ static cudaError_t launch(Model& m, int blocks, cudaStream_t stream) {
 
 // layers: (layers, 12) addresses in the order of Layer; k_cache, v_cache: the first layer's (batch, max_seq, kv_heads,
 // head_dim), and the next layer's layer_stride sequences behind it; blocks: no more than fit at once, one on each SM;
-// inboxes: the addresses of all GPUs' inboxes, as this one sees them, or null for one GPU.
+// inboxes: the addresses of all GPUs' inboxes, as this one sees them, or null for one GPU; bytes_per_cycle: of the
+// memory, in cycles of the SMs.
 extern "C" cudaError_t step(const void* layers, int layer_count, View embedding, const void* positions,
                             const void* norm, View head, const void* head_sums, const void* head_bias, const float* cos,
                             const float* sin, View x, View qkv, View o, View inner, void* logits, void* partial,
                             void* best, int* counters, int* lengths, int64_t* tokens, int64_t* clocks,
                             View k_cache, View v_cache, int layer_stride, const void* inboxes, int rank, int gpus,
-                            int heads, int activation, int splits, float eps, float scale, int blocks, int dtype,
+                            int heads, int activation, int splits, float eps, float scale, float bytes_per_cycle, int blocks,
+                            int dtype,
                             cudaStream_t stream) {
   Model m = {};
   m.layers = static_cast<const Layer*>(layers), m.layer_count = layer_count;
@@ -243,6 +241,7 @@ extern "C" cudaError_t step(const void* layers, int layer_count, View embedding,
   const int group = heads / m.kv_heads, head_dim = k_cache.sizes[3];
   m.shared_by = min(group, MOST_HEADS), m.sets = ceil_div(group, MOST_HEADS);
   m.activation = activation, m.splits = splits, m.eps = eps, m.scale = scale;
+  m.pace = int(STAGE_BYTES * blocks / bytes_per_cycle);
   const int attention = heads * head_dim, wide = inner.sizes[1];
   m.shapes[QKV] = {int(qkv.sizes[1]), m.hidden}, m.shapes[O] = {m.hidden, attention};
   m.shapes[UP] = {activation == SWIGLU ? 2 * wide : wide, m.hidden}, m.shapes[DOWN] = {m.hidden, wide};

@@ -115,6 +115,15 @@ def by_default(model: StepModel, lengths: Tensor, group: Group | None = None) ->
     return lengths.is_cuda and reachable and why_not(model, lengths, group) is None
 
 
+def _bytes_per_cycle(device: torch.device) -> float:
+    """What the memory delivers at most, in a cycle of the SMs; without a GPU so much that it takes no time."""
+    if device.type == "cpu":
+        return math.inf
+    gpu = torch.cuda.get_device_properties(device)
+    both_edges = 2 * gpu.memory_clock_rate * gpu.memory_bus_width / 8
+    return both_edges / gpu.clock_rate
+
+
 class PersistentStep:
     """A step of a model: called, it advances these buffers, in one launch. Of GPUs, for Hopper; the CPU can check it.
 
@@ -199,7 +208,7 @@ class PersistentStep:
             layer_stride=k_cache.stride(0) // k_cache.stride(1), rank=group.rank, gpus=group.world,
             inboxes=torch.tensor([t.data_ptr() for t in inboxes], device=lengths.device) if inboxes else None,
             heads=model.heads, activation=ACTIVATIONS.index(model.activation), splits=splits, eps=model.eps,
-            scale=1 / math.sqrt(head_dim), blocks=blocks, dtype=dtype_code(place["dtype"]),
+            scale=1 / math.sqrt(head_dim), bytes_per_cycle=_bytes_per_cycle(lengths.device), blocks=blocks, dtype=dtype_code(place["dtype"]),
         )  # fmt: skip
 
     def __call__(self) -> None:

@@ -21,9 +21,7 @@ constexpr int BYTES = 1024, PITCH = BYTES + 64;  // of a piece of a row: lanes o
 constexpr int STAGE_PIECES = UNIT * MOST_UNITS;  // of a stage: of fewer rows it has more of each
 constexpr int STEPS = BYTES / (64 * WARPS);      // of a piece: in each a warp has 64 bytes of a row
 constexpr int MOST_STAGES = 20;
-#ifndef PACE
-#define PACE 1600
-#endif
+constexpr int STAGE_BYTES = STAGE_PIECES * BYTES;  // of weights
 
 struct Product : Arguments {
   int units, per_stage, pieces;  // of w; of a stage; of a row in a stage
@@ -163,24 +161,30 @@ struct Piece {
   DEVICE int bytes() const { return has ? max(0, min(CHUNK, p->K - k())) * int(sizeof(T)) : 0; }
 };
 
-// Up to most_ahead stages are brought to L2 while there is no room for them in the ring and the memory is idle, and as
-// many while those come from L2 to the ring: at the pace of the memory.
+// What L2 may have of a product before there is room for it in the ring.
+struct Ahead {
+  int stages = 0;
+  int pace = 0;  // cycles in which the memory delivers a stage of all blocks
+};
+
+// While the ring is full, the memory is idle: stages are brought to L2 at its pace, and as many while those come from L2
+// to the ring.
 template <typename T, int X_ROWS>
-DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage, int most_ahead = 0) {
+DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage, Ahead most = {}) {
   Piece<T> piece(p), later = piece;  // later: what L2 is asked for next
   int ahead = 0;                     // stages, from the one to the other
   int64_t due = 0;                   // cycles, when the memory may be asked again
   const bool leads = threadIdx.x % 32 == 0;
   const auto fetch_ahead = [&] {
-    if (ahead >= most_ahead || !later.any() || !__shfl_sync(~0u, cycles() >= due, 0)) return;
+    if (ahead >= most.stages || !later.any() || !__shfl_sync(~0u, cycles() >= due, 0)) return;
     if (const int bytes = later.bytes()) prefetch_to_L2(later.source(), bytes);
-    later.next(), ++ahead, due = cycles() + PACE;
+    later.next(), ++ahead, due = cycles() + most.pace;
   };
   for (; piece.any(); piece.next()) {
     const int bytes = piece.bytes(), all = __reduce_add_sync(~0u, bytes);
     if (leads) wait_for_earlier(mem, stage);
     const int parity = stage.parity ^ 1;
-    if (most_ahead > 0) {
+    if (most.stages > 0) {
       while (!__shfl_sync(~0u, leads && mbarrier_wait_a_while(&mem.empty[stage.index], parity), 0)) fetch_ahead();
     }
     if (leads) {
@@ -191,12 +195,12 @@ DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage, in
     if (bytes > 0)
       bulk_load_once(stage.at(mem.stages) + piece.place * PITCH, piece.source(), bytes, &mem.full[stage.index]);
     stage.next();
-    if (most_ahead == 0) continue;
+    if (most.stages == 0) continue;
     if (ahead > 0) {
       --ahead;
       fetch_ahead();
     } else {
-      later.next(), due = cycles() + PACE;
+      later.next(), due = cycles() + most.pace;
     }
   }
 }
