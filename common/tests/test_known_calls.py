@@ -2,34 +2,30 @@
 
 import ctypes
 import math
-import shutil
 import sys
 import threading
 
 import pytest
 import torch
 
-from common.build import View, builder, host
+from common.build import View
 from common.tests.devices import needs_hopper
+from common.tests.fakes import UNKNOWN, Fakes
 from task4.ladder import known_calls
 from task4.ladder.call import _check_and_launch, ladder_attention
 
-FAKES = """\
-#include <cstdint>
-struct View { void* data; int64_t sizes[4], strides[4]; };
+ATTENTION = """\
 struct Seen { View tensors[4]; void* workspace; float scale; int causal, dtype; void* stream; };
 extern "C" {
-int current = 0, capturing = 0, status = 0, launches = 0;
+int capturing = 0;
 Seen seen;
-int current_device(int* device) { *device = current; return 0; }
 int is_capturing(void*, int* on) { *on = capturing; return 0; }
-int attention(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype, void* stream) {
+int launcher(View q, View k, View v, View out, void* workspace, float scale, int causal, int dtype, void* stream) {
   seen = {{q, k, v, out}, workspace, scale, causal, dtype, stream}, ++launches;
   return status;
 }
 }
 """
-UNKNOWN = -1
 
 
 class Seen(ctypes.Structure):
@@ -39,28 +35,13 @@ class Seen(ctypes.Structure):
     )  # fmt: skip
 
 
-class Fakes:
-    """The library with functions in place of the driver's and a launcher that runs nothing."""
+class Calls(Fakes):
+    """The ladder's library of known calls with fakes."""
 
     def __init__(self, folder, monkeypatch):
-        # A library of its own: on a GPU the usual one stays as it is.
-        shutil.copy(known_calls.FOLDER / "known_calls.cpp", folder)
-        monkeypatch.setattr(known_calls, "FOLDER", folder)
-        (folder / "fakes.cpp").write_text(FAKES)
-        target = builder.plan_host(folder / "fakes.cpp")
-        builder.make([target])
-        self.fakes = ctypes.CDLL(str(target.path))
-        self.library = known_calls.load(self.fakes.current_device, self.fakes.is_capturing)
-        self.call = host.function(self.library)
-        self.launcher = ctypes.cast(self.fakes.attention, ctypes.c_void_p).value
+        driver = ("current_device", "is_capturing")
+        super().__init__(folder, monkeypatch, known_calls, ATTENTION, Seen, driver)
         self.number = 7
-
-    def __getattr__(self, name):
-        return ctypes.c_int.in_dll(self.fakes, name)
-
-    @property
-    def seen(self):
-        return Seen.in_dll(self.fakes, "seen")
 
     def add(self, *qkv, number=0, counted=0, workspace_bytes=0):
         self.library.add(*qkv, number, self.launcher, 0.5, 1, 2, counted, workspace_bytes)
@@ -72,7 +53,7 @@ class Fakes:
 
 @pytest.fixture
 def fakes(tmp_path, monkeypatch):
-    return Fakes(tmp_path, monkeypatch)
+    return Calls(tmp_path, monkeypatch)
 
 
 def qkv(*shape, dtype=torch.bfloat16, device="cpu"):
