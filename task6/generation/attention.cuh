@@ -7,14 +7,21 @@
 
 constexpr int MOST_HEADS = 4;  // of a group, that share a read of its keys
 
-// The newest token's q of all heads, k and v, as a product has left them. Then what the warps know of the heads in the end, each
-// from its keys: sums of P V that are not yet divided by l. And the newest key, rotated, and value, as the cache gets
-// them when the tile around their place is not needed any more.
+// The newest token, as a product has left it, and of its position cos and sin.
+template <typename T, int D>
+struct Newest {
+  alignas(16) T q[MOST_HEADS][D], k[D], v[D];
+  alignas(16) float cos[D / 2], sin[D / 2];
+};
+
+// The newest token. Then what the warps know of the heads in the end, each from its keys: sums of P V that are not yet
+// divided by l. And the newest key, rotated, and value, as the cache gets them when the tile around their place is not
+// needed any more.
 template <typename T, int PARTS, int D>
 struct Parts {
   union {
     float O[PARTS][MOST_HEADS][D];
-    alignas(16) T newest[MOST_HEADS + 2][D];
+    Newest<T, D> newest;
   };
   float2 ml[PARTS][MOST_HEADS];
   alignas(16) T k[D], v[D];
@@ -72,37 +79,19 @@ struct TensorCoreAttention {
   static DEVICE int part() { return threadIdx.x / 32 % PARTS; }
   static DEVICE int first_column() { return threadIdx.x / 32 / PARTS * COLUMNS; }
 
-  // cos and sin of a position, for this lane's columns.
-  struct Angles {
-    float2 cos[D / 32][2], sin[D / 32][2];
-    bool any;  // or there is no RoPE
-
-    DEVICE Angles(const float* cos_of_all, const float* sin_of_all, int position) : any(cos_of_all) {
-#pragma unroll
-      for (int e = 0; any && e < D / 32; ++e) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int64_t at = int64_t(position) * (D / 2) + 16 * e + 8 * i + 2 * t();
-          cos[e][i] = *reinterpret_cast<const float2*>(cos_of_all + at);
-          sin[e][i] = *reinterpret_cast<const float2*>(sin_of_all + at);
-        }
-      }
-    }
-  };
-
-  // has_newest: whether the newest key is among this block's.
-  DEVICE TensorCoreAttention(Parts<T, PARTS, D>& parts, int heads, bool has_newest, const Angles& angles, float scale)
+  // has_newest: whether the newest key is among this block's; rotated: whether there is RoPE.
+  DEVICE TensorCoreAttention(Parts<T, PARTS, D>& parts, int heads, bool has_newest, bool rotated, float scale)
       : scale(scale) {
     const auto& newest = parts.newest;
     const bool own = has_newest && part() == 0;
-    load(q, newest[min(g(), MOST_HEADS - 1)], g() < heads);
+    load(q, newest.q[min(g(), MOST_HEADS - 1)], g() < heads);
     Row k;
-    load(k, newest[MOST_HEADS], own);
+    load(k, newest.k, own);
     Pair v[COLUMNS / 8];
 #pragma unroll
     for (int e = 0; e < COLUMNS / 8; ++e)
-      v[e].bits = own ? *reinterpret_cast<const uint32_t*>(&newest[MOST_HEADS + 1][first_column() + 8 * e + 2 * t()]) : 0;
-    if (angles.any) rotate(q, k, angles);
+      v[e].bits = own ? *reinterpret_cast<const uint32_t*>(&newest.v[first_column() + 8 * e + 2 * t()]) : 0;
+    if (rotated) rotate(q, k, newest);
 
     float S = 0.0f;  // the newest key comes first
 #pragma unroll
@@ -138,12 +127,14 @@ struct TensorCoreAttention {
         row[e][i].bits = any ? *reinterpret_cast<const uint32_t*>(from + 16 * e + 8 * i + 2 * t()) : 0;
     }
   }
-  static DEVICE void rotate(Row& q, Row& k, const Angles& angles) {
+  static DEVICE void rotate(Row& q, Row& k, const Newest<T, D>& newest) {
 #pragma unroll
     for (int e = 0; e < D / 32; ++e) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float2 cos = angles.cos[e][i], sin = angles.sin[e][i];
+        const int at = 16 * e + 8 * i + 2 * t();
+        const float2 cos = *reinterpret_cast<const float2*>(newest.cos + at);
+        const float2 sin = *reinterpret_cast<const float2*>(newest.sin + at);
         rotate(q[e][i], q[e + D / 32][i], cos, sin), rotate(k[e][i], k[e + D / 32][i], cos, sin);
       }
     }
@@ -223,36 +214,24 @@ struct CudaCoreAttention {
 
   static DEVICE int column() { return threadIdx.x % LANES * 4; }
 
-  // cos and sin of a position, for this lane's columns.
-  struct Angles {
-    float cos[4], sin[4];
-    bool any;  // or there is no RoPE
-
-    DEVICE Angles(const float* cos_of_all, const float* sin_of_all, int position) : any(cos_of_all) {
-      const int64_t at = int64_t(position) * (D / 2) + column() % (D / 2);
-      if (any) load(cos, cos_of_all + at), load(sin, sin_of_all + at);
-    }
-  };
-
-  // has_newest: whether the newest key is among this block's.
-  DEVICE CudaCoreAttention(Parts<float, PARTS, D>& parts, int heads, bool has_newest, const Angles& angles,
-                           float scale)
+  DEVICE CudaCoreAttention(Parts<float, PARTS, D>& parts, int heads, bool has_newest, bool rotated, float scale)
       : scale(scale), heads(heads) {
     const auto& newest = parts.newest;
     const bool left = column() < D / 2, own = has_newest && threadIdx.x < LANES;
     const int other = left ? D / 2 : -D / 2;
-    float k[4], v[4] = {}, other_q[MOST_HEADS][4], other_k[4];
+    float k[4], v[4] = {}, other_q[MOST_HEADS][4], other_k[4], cos[4], sin[4];
 #pragma unroll
     for (int h = 0; h < MOST_HEADS; ++h) {
-      const float* from = &newest[min(h, heads - 1)][column()];
+      const float* from = newest.q[min(h, heads - 1)] + column();
       load(q[h], from), load(other_q[h], from + other);
     }
-    load(k, &newest[MOST_HEADS][column()]), load(other_k, &newest[MOST_HEADS][column()] + other);
-    if (own) load(v, &newest[MOST_HEADS + 1][column()]);
-    if (angles.any) {
+    load(k, newest.k + column()), load(other_k, newest.k + column() + other);
+    if (own) load(v, newest.v + column());
+    if (rotated) {
+      load(cos, newest.cos + column() % (D / 2)), load(sin, newest.sin + column() % (D / 2));
 #pragma unroll
-      for (int h = 0; h < MOST_HEADS; ++h) rotate(q[h], other_q[h], angles.cos, angles.sin, left);
-      rotate(k, other_k, angles.cos, angles.sin, left);
+      for (int h = 0; h < MOST_HEADS; ++h) rotate(q[h], other_q[h], cos, sin, left);
+      rotate(k, other_k, cos, sin, left);
     }
 #pragma unroll
     for (int h = 0; h < MOST_HEADS; ++h) {  // the newest key comes first

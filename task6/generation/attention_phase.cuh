@@ -61,20 +61,29 @@ DEVICE void load_keys(const Model& m, const int* lengths, int layer, Shared<X_RO
   stage.in_flight = IN_FLIGHT;
 }
 
-// The newest token's q, k and v come to shared memory, once for all warps: words do not stay in L1.
-template <bool TAGGED, typename T, int D, typename Newest>
-DEVICE void load_newest(const Model& m, const Item<T, D>& item, Newest& newest, unsigned tag) {
-  constexpr int VECTOR = 16 / sizeof(T), VECTORS = D / VECTOR;
+// The newest token comes to shared memory, once for all warps: words do not stay in L1. cos and sin do not wait for it.
+template <bool TAGGED, typename T, int D>
+DEVICE void load_newest(const Model& m, const Item<T, D>& item, Newest<T, D>& newest, unsigned tag) {
+  constexpr int VECTOR = 16 / sizeof(T), VECTORS = D / VECTOR, FOURS = D / 8;
   using Vector = Values<T, VECTOR, TAGGED>;
-  for (int n = threadIdx.x; n < (item.heads + 2) * VECTORS; n += COMPUTE) {
+  const int vectors = (item.heads + 2) * VECTORS, angles = m.cos ? 2 * FOURS : 0;
+  for (int n = threadIdx.x; n < vectors + angles; n += COMPUTE) {
+    if (n >= vectors) {
+      const int four = (n - vectors) % FOURS;
+      const bool is_cos = n - vectors < FOURS;
+      const float* from = (is_cos ? m.cos : m.sin) + int64_t(item.len - 1) * (D / 2);
+      reinterpret_cast<float4*>(is_cos ? newest.cos : newest.sin)[four] = reinterpret_cast<const float4*>(from)[four];
+      continue;
+    }
     const int head = n / VECTORS, e = n % VECTORS * VECTOR, which = head - item.heads;
     const int at = which < 0 ? item.head + head : m.heads + which * m.kv_heads + item.kv_head;
     const auto* from = static_cast<const typename Vector::Source*>(m.qkv) +
                        (int64_t(item.b) * (m.heads + 2 * m.kv_heads) + at) * D + e;
     Vector x;
     x.ask(from), x.wait(from, tag);
+    T* to = (which < 0 ? newest.q[head] : which == 0 ? newest.k : newest.v) + e;
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) newest[which < 0 ? head : MOST_HEADS + which][e + i] = x[i];
+    for (int i = 0; i < VECTOR; ++i) to[i] = x[i];
   }
 }
 
@@ -89,18 +98,18 @@ DEVICE void merge(const Model& m, const Item<T, D>& item, unsigned tag) {
     Part<4> all;
 #pragma unroll 1
     for (int first = threadIdx.x % 4; first < item.splits; first += 4 * AT_A_TIME) {
-      const Word<float>*ml_at[AT_A_TIME], *O_at[AT_A_TIME];
+      const auto slot = [&](int k) {
+        const int split = min(first + 4 * k, item.splits - 1);
+        return (int64_t(item.pair) * m.splits + split) * m.shared_by + h;
+      };
+      const auto ml_at = [&](int k) { return partial_ml + 2 * slot(k); };
+      const auto O_at = [&](int k) { return m.partial + slot(k) * D + column; };
       Values<float, 2> ml[AT_A_TIME];
       Values<float, 4> O[AT_A_TIME];
 #pragma unroll
-      for (int k = 0; k < AT_A_TIME; ++k) {
-        const int split = min(first + 4 * k, item.splits - 1);
-        const int64_t slot = (int64_t(item.pair) * m.splits + split) * m.shared_by + h;
-        ml_at[k] = partial_ml + 2 * slot, O_at[k] = m.partial + slot * D + column;
-        ml[k].ask(ml_at[k]), O[k].ask(O_at[k]);
-      }
+      for (int k = 0; k < AT_A_TIME; ++k) ml[k].ask(ml_at(k)), O[k].ask(O_at(k));
 #pragma unroll
-      for (int k = 0; k < AT_A_TIME; ++k) ml[k].wait(ml_at[k], tag), O[k].wait(O_at[k], tag);
+      for (int k = 0; k < AT_A_TIME; ++k) ml[k].wait(ml_at(k), tag), O[k].wait(O_at(k), tag);
       float top = -INFINITY;
 #pragma unroll
       for (int k = 0; k < AT_A_TIME; ++k) top = fmaxf(top, ml[k][0]);
@@ -135,11 +144,10 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
     if (i != blockIdx.x) item = Item<T, D>(m, mem.lengths, i);
     if (item.split >= item.splits) continue;
     const bool newest = item.end == item.len;
-    const typename Attention::Angles angles(m.cos, m.sin, item.len - 1);
     load_newest<WORDS>(m, item, mem.parts.newest, tag_read);
     meet();
-    Attention attention(mem.parts, item.heads, newest, angles, m.scale * 1.44269504f);  // log2(e)
-    meet();  // q, k and v consumed
+    Attention attention(mem.parts, item.heads, newest, m.cos != nullptr, m.scale * 1.44269504f);  // log2(e)
+    meet();  // consumed
 #pragma unroll 1
     for (int first = item.begin; first < item.end; first += KEYS<T, D>) {
       mbarrier_wait(&mem.ring.full[stage.index], stage.parity);
