@@ -5,16 +5,6 @@
 
 #include "model.cuh"
 
-// A result, with its tag if it has one.
-template <bool TAGGED, typename T>
-DEVICE void leave(void* to, int64_t i, T value, unsigned tag) {
-  if constexpr (TAGGED) {
-    put_word(static_cast<Word<T>*>(to) + i, value, tag);
-  } else {
-    static_cast<T*>(to)[i] = value;
-  }
-}
-
 template <typename T, int D>
 constexpr int KEYS = AttentionOf<T, D>::KEYS;
 template <typename T, int D>
@@ -81,13 +71,14 @@ DEVICE void load_newest(const Model& m, const Item<T, D>& item, Newest<T, D>& ne
                        (int64_t(item.b) * (m.heads + 2 * m.kv_heads) + at) * D + e;
     Vector x;
     x.ask(from), x.wait(from, tag);
-    T* to = (which < 0 ? newest.q[head] : which == 0 ? newest.k : newest.v) + e;
+    T* to = which < 0 ? newest.q[head] : newest.k;
+    if (which == 1) to = newest.v;
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) to[i] = x[i];
+    for (int i = 0; i < VECTOR; ++i) to[e + i] = x[i];
   }
 }
 
-// The last block of a pair to come merges its parts, which are words: the others have been written, or are on their way.
+// The last block of a pair to come merges its parts, which are words: the others are written, or on their way.
 template <bool TAGGED, typename T, int D>
 DEVICE void merge(const Model& m, const Item<T, D>& item, unsigned tag) {
   constexpr int AT_A_TIME = 4;  // parts

@@ -1,4 +1,4 @@
-// All blocks of a persistent step meet. The warps that load have no part in it.
+// The barrier of a persistent step's blocks, which are all resident. The warps that load have no part in it.
 #pragma once
 #include <cuda_runtime.h>
 

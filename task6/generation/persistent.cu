@@ -4,8 +4,8 @@
 //   grid  (SMs), all resident; block (320): eight warps that compute, and two that load
 //
 // The warps that load have the weights of all layers brought to shared memory, one matrix after the other, and never
-// wait for a result. The others take the step's phases in turn, and meet all other blocks after each, but of one row
-// not after q, k and v:
+// wait for a result; where there is no room, they have the next ones brought to L2. The others take the step's phases
+// in turn, and meet all other blocks after each, but with one row not after q, k and v:
 //
 //   embedding | norm, q k v | RoPE, append, attention | o, residual | norm, gate and up | down, residual | ... | logits
 //
@@ -223,9 +223,8 @@ extern "C" cudaError_t step(const void* layers, int layer_count, View embedding,
                             const float* sin, View x, View qkv, View o, View inner, void* logits, void* partial,
                             void* best, int* counters, int* lengths, int64_t* tokens, int64_t* clocks,
                             View k_cache, View v_cache, int layer_stride, const void* inboxes, int rank, int gpus,
-                            int heads, int activation, int splits, float eps, float scale, float bytes_per_cycle, int blocks,
-                            int dtype,
-                            cudaStream_t stream) {
+                            int heads, int activation, int splits, float eps, float scale,
+                            float bytes_per_cycle, int blocks, int dtype, cudaStream_t stream) {
   Model m = {};
   m.layers = static_cast<const Layer*>(layers), m.layer_count = layer_count;
   m.embedding = embedding.data, m.positions = positions, m.norm = norm;

@@ -208,7 +208,8 @@ class PersistentStep:
             layer_stride=k_cache.stride(0) // k_cache.stride(1), rank=group.rank, gpus=group.world,
             inboxes=torch.tensor([t.data_ptr() for t in inboxes], device=lengths.device) if inboxes else None,
             heads=model.heads, activation=ACTIVATIONS.index(model.activation), splits=splits, eps=model.eps,
-            scale=1 / math.sqrt(head_dim), bytes_per_cycle=_bytes_per_cycle(lengths.device), blocks=blocks, dtype=dtype_code(place["dtype"]),
+            scale=1 / math.sqrt(head_dim), bytes_per_cycle=_bytes_per_cycle(lengths.device),
+            blocks=blocks, dtype=dtype_code(place["dtype"]),
         )  # fmt: skip
 
     def __call__(self) -> None:

@@ -66,8 +66,8 @@ struct Stage {
 };
 
 #ifdef __CUDACC__
-// As mbarrier_wait, but returns after a while, and says whether the phase is over.
-DEVICE bool mbarrier_wait_a_while(uint64_t* barrier, int parity) {
+// As mbarrier_wait, but for a limited time: whether the phase is over.
+DEVICE bool mbarrier_try_wait(uint64_t* barrier, int parity) {
   constexpr int NANOSECONDS = 500;
   int over;
   asm volatile(
@@ -82,7 +82,7 @@ DEVICE void prefetch_to_L2(const void* from, int bytes) {
 }
 DEVICE int64_t cycles() { return clock64(); }
 #else
-DEVICE bool mbarrier_wait_a_while(uint64_t* barrier, int parity) {
+DEVICE bool mbarrier_try_wait(uint64_t* barrier, int parity) {
   mbarrier_wait(barrier, parity);
   return true;
 }
@@ -167,8 +167,8 @@ struct Ahead {
   int pace = 0;  // cycles in which the memory delivers a stage of all blocks
 };
 
-// While the ring is full, the memory is idle: stages are brought to L2 at its pace, and as many while those come from L2
-// to the ring.
+// While the ring is full, the memory is idle: stages are brought to L2 at its pace, and as many more while those come
+// from L2 to the ring.
 template <typename T, int X_ROWS>
 DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage, Ahead most = {}) {
   Piece<T> piece(p), later = piece;  // later: what L2 is asked for next
@@ -185,7 +185,7 @@ DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage, Ah
     if (leads) wait_for_earlier(mem, stage);
     const int parity = stage.parity ^ 1;
     if (most.stages > 0) {
-      while (!__shfl_sync(~0u, leads && mbarrier_wait_a_while(&mem.empty[stage.index], parity), 0)) fetch_ahead();
+      while (!__shfl_sync(~0u, leads && mbarrier_try_wait(&mem.empty[stage.index], parity), 0)) fetch_ahead();
     }
     if (leads) {
       mbarrier_wait(&mem.empty[stage.index], parity);

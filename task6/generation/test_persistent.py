@@ -69,7 +69,9 @@ def test_float32_tokens_are_the_decoders():
 
 
 @of_gpus_hopper
-@pytest.mark.skipif(DEVICE == "cpu", reason="there a meeting makes all results visible, with or without tags")
+@pytest.mark.skipif(
+    DEVICE == "cpu", reason="there a meeting makes all results visible, with or without tags"
+)
 @pytest.mark.parametrize(
     "config, dtype",
     [
@@ -80,7 +82,9 @@ def test_float32_tokens_are_the_decoders():
 def test_the_same_text_each_time(config, dtype):
     """Of one sequence: a result that is read too early gives another one, sooner or later."""
     torch.manual_seed(new_seed())
-    decoder = Decoder(Weights.random(config, device=torch.device(DEVICE), dtype=dtype), 1, 600, persistent=True)
+    decoder = Decoder(
+        Weights.random(config, device=torch.device(DEVICE), dtype=dtype), 1, 600, persistent=True
+    )
     prompt = torch.randint(config.vocab, (1, 300), device=DEVICE)
     first = decoder.generate(prompt, 250).clone()
     for _ in range(29):

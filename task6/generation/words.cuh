@@ -35,6 +35,16 @@ DEVICE void put_word(Word<T>* to, T value, unsigned tag) {
 #endif
 }
 
+// A result, with its tag if it has one.
+template <bool TAGGED, typename T>
+DEVICE void leave(void* to, int64_t i, T value, unsigned tag) {
+  if constexpr (TAGGED) {
+    put_word(static_cast<Word<T>*>(to) + i, value, tag);
+  } else {
+    static_cast<T*>(to)[i] = value;
+  }
+}
+
 // N neighbouring values, as they were when they were asked for, or without tags N plain ones: one word, or as many as
 // are a multiple of 16 bytes.
 template <typename T, int N, bool TAGGED = true>
