@@ -61,17 +61,14 @@ def qkv(*shape, dtype=torch.bfloat16, device="cpu"):
 
 
 def test_the_launcher_gets_what_python_would_give_it(fakes):
-    number = hash(
-        fakes
-    )  # the library is one for the process, and remembers the calls of other tests
     q = torch.randn(2, 3, 30, 64)[:, :, ::2]
     k, v = torch.randn(3, 2, 5, 64).transpose(0, 1), torch.randn(2, 3, 5, 128)[..., 64:]
-    fakes.add(q, k, v, number=number)
+    fakes.add(q, k, v, number=fakes.number)
     q, k, v = (t.clone(memory_format=torch.preserve_format).copy_(t) for t in (q, k, v))
-    assert fakes.launch(q, k, v, number=number)[0] == UNKNOWN  # other strides
+    assert fakes.launch(q, k, v, number=fakes.number)[0] == UNKNOWN  # other strides
     q = torch.randn(2, 3, 30, 64)[:, :, ::2]
     k, v = torch.randn(3, 2, 5, 64).transpose(0, 1), torch.randn(2, 3, 5, 128)[..., 64:]
-    status, out = fakes.launch(q, k, v, number=number)
+    status, out = fakes.launch(q, k, v, number=fakes.number)
     assert status == 0 and fakes.launches.value == 1
     seen = fakes.seen
     for got, tensor in zip(seen.tensors, (q, k, v, out), strict=True):
