@@ -7,30 +7,35 @@
 
 constexpr int MOST_HEADS = 4;  // of a group, that share a read of its keys
 
-// The newest token, as a product has left it, and of its position cos and sin.
+// The newest token, with RoPE.
 template <typename T, int D>
 struct Newest {
   alignas(16) T q[MOST_HEADS][D], k[D], v[D];
-  alignas(16) float cos[D / 2], sin[D / 2];
 };
 
-// The newest token. Then what the warps know of the heads in the end, each from its keys: sums of P V that are not yet
-// divided by l. And the newest key, rotated, and value, as the cache gets them when the tile around their place is not
-// needed any more.
+// What the warps know of the heads in the end, each from its keys: sums of P V that are not yet divided by l.
 template <typename T, int PARTS, int D>
 struct Parts {
-  union {
-    float O[PARTS][MOST_HEADS][D];
-    Newest<T, D> newest;
-  };
+  Newest<T, D> newest;
+  float O[PARTS][MOST_HEADS][D];
   float2 ml[PARTS][MOST_HEADS];
-  alignas(16) T k[D], v[D];
 };
 
 // 16 bytes of a tile, whose rows of 128 bytes are swizzled.
 template <int KEYS>
 DEVICE const uint4* in_tile(const uint8_t* tile, int key, int i) {
   return reinterpret_cast<const uint4*>(tile + (i / 8 * KEYS + key) * 128 + (i % 8 ^ key % 8) * 16);
+}
+// The newest key and value take the place of what the cache had there.
+template <int KEYS, typename T, int D>
+DEVICE void put_into_tile(uint8_t* tile, int key, const Newest<T, D>& newest) {
+  constexpr int VECTORS = D * sizeof(T) / 16, TILE = KEYS * D * sizeof(T);
+  for (int n = threadIdx.x; n < 2 * VECTORS; n += COMPUTE) {
+    const bool is_v = n >= VECTORS;
+    const uint4* to = in_tile<KEYS>(tile + is_v * TILE, key, n % VECTORS);
+    *const_cast<uint4*>(to) = reinterpret_cast<const uint4*>(is_v ? newest.v : newest.k)[n % VECTORS];
+  }
+  fence_async_proxy();  // TMA writes to this stage again
 }
 
 // Of several parts of a row.
@@ -65,84 +70,24 @@ struct TensorCoreAttention {
   union Pair {
     uint32_t bits;
     T values[2];
-
-    DEVICE float2 whole() const { return make_float2(to_float(values[0]), to_float(values[1])); }
-    DEVICE void operator=(float2 x) { values[0] = from_float<T>(x.x), values[1] = from_float<T>(x.y); }
   };
-  using Row = Pair[D / 16][2];  // a lane's part of the first operand: columns 16 e + 8 i + 2 t and the next one
 
-  Row q;
-  float O[COLUMNS / 8][4], m, l, scale;
+  uint32_t q[D / 16][2];  // of the first operand: columns 16 e + 8 i + 2 t and the next one
+  float O[COLUMNS / 8][4] = {}, m = -INFINITY, l = 0.0f, scale;
 
   static DEVICE int g() { return threadIdx.x % 32 / 4; }
   static DEVICE int t() { return threadIdx.x % 4; }
   static DEVICE int part() { return threadIdx.x / 32 % PARTS; }
   static DEVICE int first_column() { return threadIdx.x / 32 / PARTS * COLUMNS; }
 
-  // has_newest: whether the newest key is among this block's; rotated: whether there is RoPE.
-  DEVICE TensorCoreAttention(Parts<T, PARTS, D>& parts, int heads, bool has_newest, bool rotated, float scale)
-      : scale(scale) {
-    const auto& newest = parts.newest;
-    const bool own = has_newest && part() == 0;
-    load(q, newest.q[min(g(), MOST_HEADS - 1)], g() < heads);
-    Row k;
-    load(k, newest.k, own);
-    Pair v[COLUMNS / 8];
-#pragma unroll
-    for (int e = 0; e < COLUMNS / 8; ++e)
-      v[e].bits = own ? *reinterpret_cast<const uint32_t*>(&newest.v[first_column() + 8 * e + 2 * t()]) : 0;
-    if (rotated) rotate(q, k, newest);
-
-    float S = 0.0f;  // the newest key comes first
-#pragma unroll
-    for (int e = 0; e < D / 16; ++e) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float2 a = q[e][i].whole(), b = k[e][i].whole();
-        S = fmaf(a.x, b.x, fmaf(a.y, b.y, S));
-      }
-    }
-    S += __shfl_xor_sync(~0u, S, 1), S += __shfl_xor_sync(~0u, S, 2);
-    m = own ? S * scale : -INFINITY, l = own && t() == 0 ? 1.0f : 0.0f;
-#pragma unroll
-    for (int e = 0; e < COLUMNS / 8; ++e) {
-      const float2 value = v[e].whole();
-      O[e][0] = value.x, O[e][1] = value.y, O[e][2] = O[e][3] = 0.0f;
-    }
-
-    if (!own || g() > 0) return;
-    auto *k_to = reinterpret_cast<uint32_t*>(parts.k) + t(), *v_to = reinterpret_cast<uint32_t*>(parts.v) + t();
-#pragma unroll
-    for (int e = 0; e < COLUMNS / 8; ++e) v_to[first_column() / 2 + 4 * e] = v[e].bits;
-    if (first_column() > 0) return;
-#pragma unroll
-    for (int e = 0; e < D / 16; ++e) k_to[8 * e] = k[e][0].bits, k_to[8 * e + 4] = k[e][1].bits;
-  }
-
-  static DEVICE void load(Row& row, const T* from, bool any) {
+  DEVICE TensorCoreAttention(const Newest<T, D>& newest, int heads, float scale) : scale(scale) {
+    const T* from = newest.q[min(g(), MOST_HEADS - 1)] + 2 * t();
 #pragma unroll
     for (int e = 0; e < D / 16; ++e) {
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        row[e][i].bits = any ? *reinterpret_cast<const uint32_t*>(from + 16 * e + 8 * i + 2 * t()) : 0;
+        q[e][i] = g() < heads ? *reinterpret_cast<const uint32_t*>(from + 16 * e + 8 * i) : 0;
     }
-  }
-  static DEVICE void rotate(Row& q, Row& k, const Newest<T, D>& newest) {
-#pragma unroll
-    for (int e = 0; e < D / 32; ++e) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int at = 16 * e + 8 * i + 2 * t();
-        const float2 cos = *reinterpret_cast<const float2*>(newest.cos + at);
-        const float2 sin = *reinterpret_cast<const float2*>(newest.sin + at);
-        rotate(q[e][i], q[e + D / 32][i], cos, sin), rotate(k[e][i], k[e + D / 32][i], cos, sin);
-      }
-    }
-  }
-  static DEVICE void rotate(Pair& left, Pair& right, float2 cos, float2 sin) {
-    const float2 x = left.whole(), y = right.whole();
-    left = make_float2(x.x * cos.x - y.x * sin.x, x.y * cos.y - y.y * sin.y);
-    right = make_float2(y.x * cos.x + x.x * sin.x, y.y * cos.y + x.y * sin.y);
   }
 
   // Keys from `first` to `end`: K, and V behind it.
@@ -155,7 +100,7 @@ struct TensorCoreAttention {
       ldmatrix_x4(K, in_tile<KEYS>(tile, key + lane / 16 * 8 + lane % 8, 2 * e + lane / 8 % 2));
 #pragma unroll
       for (int n = 0; n < 2; ++n)
-        mma_m16n8k16<T>(S[n][e % 2], {q[e][0].bits, 0, q[e][1].bits, 0}, {K[2 * n], K[2 * n + 1]}, S[n][e % 2]);
+        mma_m16n8k16<T>(S[n][e % 2], {q[e][0], 0, q[e][1], 0}, {K[2 * n], K[2 * n + 1]}, S[n][e % 2]);
     }
     float P[2][2], top = m;
     Pair seen[2];  // of V's values
@@ -178,8 +123,9 @@ struct TensorCoreAttention {
     Pair p[2];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const float2 of_keys = make_float2(exp2f(P[n][0] - shift), exp2f(P[n][1] - shift));
-      l += of_keys.x + of_keys.y, p[n] = of_keys;
+      const float left = exp2f(P[n][0] - shift), right = exp2f(P[n][1] - shift);
+      l += left + right;
+      p[n].values[0] = from_float<T>(left), p[n].values[1] = from_float<T>(right);
     }
 #pragma unroll
     for (int e = 0; e < COLUMNS / 16; ++e) {
@@ -214,32 +160,9 @@ struct CudaCoreAttention {
 
   static DEVICE int column() { return threadIdx.x % LANES * 4; }
 
-  DEVICE CudaCoreAttention(Parts<float, PARTS, D>& parts, int heads, bool has_newest, bool rotated, float scale)
-      : scale(scale), heads(heads) {
-    const auto& newest = parts.newest;
-    const bool left = column() < D / 2, own = has_newest && threadIdx.x < LANES;
-    const int other = left ? D / 2 : -D / 2;
-    float k[4], v[4] = {}, other_q[MOST_HEADS][4], other_k[4], cos[4], sin[4];
+  DEVICE CudaCoreAttention(const Newest<float, D>& newest, int heads, float scale) : scale(scale), heads(heads) {
 #pragma unroll
-    for (int h = 0; h < MOST_HEADS; ++h) {
-      const float* from = newest.q[min(h, heads - 1)] + column();
-      load(q[h], from), load(other_q[h], from + other);
-    }
-    load(k, newest.k + column()), load(other_k, newest.k + column() + other);
-    if (own) load(v, newest.v + column());
-    if (rotated) {
-      load(cos, newest.cos + column() % (D / 2)), load(sin, newest.sin + column() % (D / 2));
-#pragma unroll
-      for (int h = 0; h < MOST_HEADS; ++h) rotate(q[h], other_q[h], cos, sin, left);
-      rotate(k, other_k, cos, sin, left);
-    }
-#pragma unroll
-    for (int h = 0; h < MOST_HEADS; ++h) {  // the newest key comes first
-      float S[1] = {dot(q[h], k)};
-      sum_of_lanes(S);
-      part[h].add(own ? S[0] * scale : -INFINITY, 1.0f, v);
-    }
-    if (own) store(&parts.k[column()], k), store(&parts.v[column()], v);
+    for (int h = 0; h < MOST_HEADS; ++h) load(q[h], newest.q[min(h, heads - 1)] + column());
   }
 
   static DEVICE void load(float (&to)[4], const float* from) {
@@ -248,11 +171,6 @@ struct CudaCoreAttention {
   }
   static DEVICE void store(float* to, const float (&x)[4]) {
     *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
-  }
-  static DEVICE void rotate(float (&x)[4], const float (&other)[4], const float (&cos)[4], const float (&sin)[4],
-                            bool left) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) x[n] = x[n] * cos[n] + (left ? -other[n] : other[n]) * sin[n];
   }
   static DEVICE float dot(const float (&x)[4], const float (&y)[4]) {
     return fmaf(x[0], y[0], fmaf(x[1], y[1], fmaf(x[2], y[2], x[3] * y[3])));

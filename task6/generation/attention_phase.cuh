@@ -28,6 +28,7 @@ struct Item {
     begin = tiles * split / splits * KEYS<T, D>;
     end = split < splits ? min(len, tiles * (split + 1) / splits * KEYS<T, D>) : begin;
   }
+  DEVICE bool has_newest() const { return begin < end && end == len; }
 };
 
 template <typename T, int X_ROWS, int D>
@@ -51,30 +52,72 @@ DEVICE void load_keys(const Model& m, const int* lengths, int layer, Shared<X_RO
   stage.in_flight = IN_FLIGHT;
 }
 
-// The newest token comes to shared memory, once for all warps: words do not stay in L1. cos and sin do not wait for it.
+// 16 bytes of each half of a head of the newest token, with RoPE unless it is of v.
+template <bool TAGGED, typename T, int D>
+struct Halves {
+  static constexpr int VECTOR = 16 / sizeof(T), EACH = D / 2 / VECTOR;  // of a half
+  Vector16<T> left, right;
+
+  // head: of q, then k, then v; i: which 16 bytes.
+  DEVICE Halves(const Model& m, int b, int head, int i, int position, unsigned tag) {
+    using From = Values<T, VECTOR, TAGGED>;
+    const bool rotated = m.cos && head < m.heads + m.kv_heads;
+    float cos[VECTOR] = {}, sin[VECTOR] = {};
+    if (rotated) {  // they do not wait for it
+      const int64_t angles = int64_t(position) * (D / 2) + i * VECTOR;
+      load(cos, m.cos + angles), load(sin, m.sin + angles);
+    }
+    const int64_t row = int64_t(b) * (m.heads + 2 * m.kv_heads) + head;
+    const auto* from = static_cast<const typename From::Source*>(m.qkv) + row * D + i * VECTOR;
+    From x, y;
+    x.ask(from), y.ask(from + D / 2);
+    x.wait(from, tag), y.wait(from + D / 2, tag);
+#pragma unroll
+    for (int n = 0; n < VECTOR; ++n) {
+      const float a = to_float(x[n]), b = to_float(y[n]);
+      left.values[n] = rotated ? from_float<T>(a * cos[n] - b * sin[n]) : x[n];
+      right.values[n] = rotated ? from_float<T>(b * cos[n] + a * sin[n]) : y[n];
+    }
+  }
+  static DEVICE void load(float (&to)[VECTOR], const float* from) {
+#pragma unroll
+    for (int n = 0; n < VECTOR; n += 4) {
+      const float4 x = *reinterpret_cast<const float4*>(from + n);
+      to[n] = x.x, to[n + 1] = x.y, to[n + 2] = x.z, to[n + 3] = x.w;
+    }
+  }
+  DEVICE void put(void* to, int i) const {
+    static_cast<uint4*>(to)[i] = left.bits, static_cast<uint4*>(to)[EACH + i] = right.bits;
+  }
+};
+
+// The newest token comes to shared memory, once for all warps: words do not stay in L1.
 template <bool TAGGED, typename T, int D>
 DEVICE void load_newest(const Model& m, const Item<T, D>& item, Newest<T, D>& newest, unsigned tag) {
-  constexpr int VECTOR = 16 / sizeof(T), VECTORS = D / VECTOR, FOURS = D / 8;
-  using Vector = Values<T, VECTOR, TAGGED>;
-  const int vectors = (item.heads + 2) * VECTORS, angles = m.cos ? 2 * FOURS : 0;
-  for (int n = threadIdx.x; n < vectors + angles; n += COMPUTE) {
-    if (n >= vectors) {
-      const int four = (n - vectors) % FOURS;
-      const bool is_cos = n - vectors < FOURS;
-      const float* from = (is_cos ? m.cos : m.sin) + int64_t(item.len - 1) * (D / 2);
-      reinterpret_cast<float4*>(is_cos ? newest.cos : newest.sin)[four] = reinterpret_cast<const float4*>(from)[four];
-      continue;
-    }
-    const int head = n / VECTORS, e = n % VECTORS * VECTOR, which = head - item.heads;
+  using Halves = Halves<TAGGED, T, D>;
+  const int heads = item.heads + (item.has_newest() ? 2 : 0);
+  for (int n = threadIdx.x; n < heads * Halves::EACH; n += COMPUTE) {
+    const int head = n / Halves::EACH, which = head - item.heads;
     const int at = which < 0 ? item.head + head : m.heads + which * m.kv_heads + item.kv_head;
-    const auto* from = static_cast<const typename Vector::Source*>(m.qkv) +
-                       (int64_t(item.b) * (m.heads + 2 * m.kv_heads) + at) * D + e;
-    Vector x;
-    x.ask(from), x.wait(from, tag);
-    T* to = which < 0 ? newest.q[head] : newest.k;
-    if (which == 1) to = newest.v;
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i) to[e + i] = x[i];
+    const Halves x(m, item.b, at, n % Halves::EACH, item.len - 1, tag);
+    x.put(which < 0 ? newest.q[head] : which == 0 ? newest.k : newest.v, n % Halves::EACH);
+  }
+}
+
+// The block's newest keys and values into a layer's caches, by one warp: no tile around their places is needed any more.
+template <bool TAGGED, typename T, int D>
+DEVICE void append(const Model& m, const int* lengths, int layer, unsigned tag) {
+  using Halves = Halves<TAGGED, T, D>;
+  static_assert(2 * Halves::EACH <= 32);
+  const int n = int(threadIdx.x) - (COMPUTE - 32);
+  if (n < 0 || n >= 2 * Halves::EACH) return;
+  for (int i = blockIdx.x; i < m.items(); i += gridDim.x) {
+    const Item<T, D> item(m, lengths, i);
+    if (!item.has_newest() || item.set < m.sets - 1) continue;
+    const int which = n / Halves::EACH;
+    const Halves x(m, item.b, m.heads + which * m.kv_heads + item.kv_head, n % Halves::EACH, item.len - 1, tag);
+    const int64_t row = (int64_t(layer) * m.layer_stride + item.b) * m.max_seq + item.len - 1;
+    x.put(static_cast<T*>(which == 0 ? m.k_cache : m.v_cache) + (row * m.kv_heads + item.kv_head) * D, n % Halves::EACH);
   }
 }
 
@@ -128,34 +171,29 @@ template <typename T, int X_ROWS, int D>
 DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS, D>& mem, Stage& stage,
                    unsigned tag_read, unsigned tag_written) {
   constexpr bool WORDS = TAGGED<X_ROWS>;
-  constexpr int VECTORS = D * sizeof(T) / 16;
   using Attention = AttentionOf<T, D>;
 
   for (int i = blockIdx.x; i < m.items(); i += gridDim.x) {
     if (i != blockIdx.x) item = Item<T, D>(m, mem.lengths, i);
     if (item.split >= item.splits) continue;
-    const bool newest = item.end == item.len;
     load_newest<WORDS>(m, item, mem.parts.newest, tag_read);
     meet();
-    Attention attention(mem.parts, item.heads, newest, m.cos != nullptr, m.scale * 1.44269504f);  // log2(e)
-    meet();  // consumed
+    Attention attention(mem.parts.newest, item.heads, m.scale * 1.44269504f);  // log2(e)
 #pragma unroll 1
     for (int first = item.begin; first < item.end; first += KEYS<T, D>) {
       mbarrier_wait(&mem.ring.full[stage.index], stage.parity);
-      attention.add(stage.at(mem.ring.stages), first, min(item.end, item.len - 1));
+      uint8_t* tile = stage.at(mem.ring.stages);
+      if (first + KEYS<T, D> >= item.len) {
+        put_into_tile<KEYS<T, D>>(tile, item.len - 1 - first, mem.parts.newest);
+        meet();
+      }
+      attention.add(tile, first, item.end);
       __syncwarp();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(&mem.ring.empty[stage.index]);
       stage.next();
     }
     attention.put(mem.parts, item.heads);
     meet();  // the warps' parts complete
-    if (newest && item.set == m.sets - 1 && threadIdx.x < 2 * VECTORS) {  // to a place that is masked for all others
-      const int64_t row = (int64_t(layer) * m.layer_stride + item.b) * m.max_seq + item.len - 1;
-      const int64_t place = (row * m.kv_heads + item.kv_head) * VECTORS + threadIdx.x % VECTORS;
-      const bool key = threadIdx.x < VECTORS;
-      static_cast<uint4*>(key ? m.k_cache : m.v_cache)[place] =
-          reinterpret_cast<const uint4*>(key ? mem.parts.k : mem.parts.v)[threadIdx.x % VECTORS];
-    }
     for (int n = threadIdx.x; n < item.heads * D; n += COMPUTE) {
       const int h = n / D, column = n % D;
       Part<1> all;

@@ -59,16 +59,18 @@ DEVICE unsigned long long rank_of(float logit, int column) {
 template <typename T, int X_ROWS, int D, typename Math>
 DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage) {
   constexpr bool WORDS = TAGGED<X_ROWS>;
-  Grid<!WORDS> grid = {&m.counters[CAME * APART], blockIdx.x + threadIdx.x == 0 ? m.clocks : nullptr,
-                       unsigned(m.counters[BEFORE * APART]) * (5 * m.layer_count + 1)};
+  // With several sets attention's meeting is fenced too: a set's tiles have the place where another one's block appends.
+  const bool ordered = !WORDS || m.sets > 1;
+  Grid grid = {&m.counters[CAME * APART], m.clocks,
+               unsigned(m.counters[BEFORE * APART]) * (5 * m.layer_count + 1)};
   grid.look_at_the_clock();
   if (threadIdx.x < X_ROWS) mem.best[threadIdx.x] = 0;
   embed<T, WORDS>(m, m.product<T>(mem.layers[0], O), grid.tag_written());
-  grid.come();
+  grid.come(!WORDS);
   for (int i = 0, which = QKV;; which < DOWN ? ++which : (++i, which = i < m.layer_count ? QKV : HEAD)) {
     const Product p = m.product<T>(mem.layers[i], which, grid.tag_read());
     Share<T, X_ROWS, Math, MOST_UNITS, X_PIECES<X_ROWS>, WORDS> share(p, mem.ring, mem.x, stage);
-    grid.wait_for_all();
+    grid.wait_for_all(ordered);
     share.compute(
         [&](int row, int column, float sum) {
           if (m.gpus == 1 || (which != O && which != DOWN)) return sum;
@@ -81,17 +83,18 @@ DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage)
           if (rank > peek(&mem.best[row])) atomicMax(&mem.best[row], rank);
         });
     if (which == HEAD) break;
-    // Words of q, k and v are looked for at once: a block needs those of a few others only.
-    if (WORDS && which == QKV) {
-      grid.go_on();
-    } else {
-      grid.come();
-    }
+    grid.come(!WORDS);
+    // While the others come. Since q, k and v were left, attention, o and this one have been.
+    if (which == UP) append<WORDS, T, D>(m, mem.lengths, i, grid.tag_read() - 3);
     if (which > QKV) continue;
     const Item<T, D> item(m, mem.lengths, min(int(blockIdx.x), m.items() - 1));
-    if (!WORDS) grid.wait_for_all();
+    if (WORDS) {  // are looked for at once: a block needs those of a few others only
+      grid.look_at_the_clock();
+    } else {
+      grid.wait_for_all(ordered);
+    }
     attend<T>(m, i, item, mem, stage, grid.tag_read(), grid.tag_written());
-    grid.come();
+    grid.come(ordered);
   }
   meet();  // the block's best are known
   ++grid.phases, grid.look_at_the_clock();
