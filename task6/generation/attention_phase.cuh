@@ -104,20 +104,27 @@ DEVICE void load_newest(const Model& m, const Item<T, D>& item, Newest<T, D>& ne
   }
 }
 
-// The block's newest keys and values into a layer's caches, by one warp: no tile around their places is needed any more.
+// Where the newest key, or value, of an item is in a layer's cache.
+template <typename T, int D>
+DEVICE T* newest_place(const Model& m, int layer, const Item<T, D>& item, bool is_v) {
+  const int64_t row = (int64_t(layer) * m.layer_stride + item.b) * m.max_seq + item.len - 1;
+  return static_cast<T*>(is_v ? m.v_cache : m.k_cache) + (row * m.kv_heads + item.kv_head) * D;
+}
+
+// The newest keys and values into a layer's caches where several sets read them, by one warp, after all have done so.
 template <bool TAGGED, typename T, int D>
-DEVICE void append(const Model& m, const int* lengths, int layer, unsigned tag) {
+DEVICE void append_later(const Model& m, const int* lengths, int layer, unsigned tag) {
   using Halves = Halves<TAGGED, T, D>;
   static_assert(2 * Halves::EACH <= 32);
   const int n = int(threadIdx.x) - (COMPUTE - 32);
   if (n < 0 || n >= 2 * Halves::EACH) return;
+  const bool is_v = n >= Halves::EACH;
   for (int i = blockIdx.x; i < m.items(); i += gridDim.x) {
     const Item<T, D> item(m, lengths, i);
     if (!item.has_newest() || item.set < m.sets - 1) continue;
-    const int which = n / Halves::EACH;
-    const Halves x(m, item.b, m.heads + which * m.kv_heads + item.kv_head, n % Halves::EACH, item.len - 1, tag);
-    const int64_t row = (int64_t(layer) * m.layer_stride + item.b) * m.max_seq + item.len - 1;
-    x.put(static_cast<T*>(which == 0 ? m.k_cache : m.v_cache) + (row * m.kv_heads + item.kv_head) * D, n % Halves::EACH);
+    const int head = m.heads + is_v * m.kv_heads + item.kv_head;
+    const Halves x(m, item.b, head, n % Halves::EACH, item.len - 1, tag);
+    x.put(newest_place(m, layer, item, is_v), n % Halves::EACH);
   }
 }
 
@@ -171,6 +178,7 @@ template <typename T, int X_ROWS, int D>
 DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS, D>& mem, Stage& stage,
                    unsigned tag_read, unsigned tag_written) {
   constexpr bool WORDS = TAGGED<X_ROWS>;
+  constexpr int VECTORS = D * sizeof(T) / 16;
   using Attention = AttentionOf<T, D>;
 
   for (int i = blockIdx.x; i < m.items(); i += gridDim.x) {
@@ -194,6 +202,11 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
     }
     attention.put(mem.parts, item.heads);
     meet();  // the warps' parts complete
+    if (m.sets == 1 && item.has_newest() && threadIdx.x < 2 * VECTORS) {
+      const bool is_v = threadIdx.x >= VECTORS;
+      reinterpret_cast<uint4*>(newest_place(m, layer, item, is_v))[threadIdx.x % VECTORS] =
+          reinterpret_cast<const uint4*>(is_v ? mem.parts.newest.v : mem.parts.newest.k)[threadIdx.x % VECTORS];
+    }
     for (int n = threadIdx.x; n < item.heads * D; n += COMPUTE) {
       const int h = n / D, column = n % D;
       Part<1> all;

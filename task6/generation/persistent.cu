@@ -84,8 +84,8 @@ DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage)
         });
     if (which == HEAD) break;
     grid.come(!WORDS);
-    // While the others come. Since q, k and v were left, attention, o and this one have been.
-    if (which == UP) append<WORDS, T, D>(m, mem.lengths, i, grid.tag_read() - 3);
+    // Since q, k and v were left, attention and o have been, and this phase.
+    if (which == UP && m.sets > 1) append_later<WORDS, T, D>(m, mem.lengths, i, grid.tag_read() - 3);
     if (which > QKV) continue;
     const Item<T, D> item(m, mem.lengths, min(int(blockIdx.x), m.items() - 1));
     if (WORDS) {  // are looked for at once: a block needs those of a few others only

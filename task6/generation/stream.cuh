@@ -469,9 +469,10 @@ struct XWords {
   DEVICE void ask(const Product& p, Coming& turn) {
     if (asked >= fresh) return;
     turn.k = next_k;
+    const Word<T>* from = words(p) + next_k;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      if (column(next_k, i) < p.K) turn.runs[i].ask(words(p) + column(next_k, i));
+      if (column(next_k, i) < p.K) turn.runs[i].ask(from + column(0, i));
     ++asked, advance(next_k, p.K);
   }
   DEVICE void load_norm(const Product& p) {
@@ -503,11 +504,11 @@ struct XWords {
   }
   DEVICE void take(const Product& p, Coming& turn) {
     Vector16<T> x = {};
+    const Word<T>* from = words(p) + turn.k;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int k = column(turn.k, i);
-      if (k >= p.K) continue;
-      turn.runs[i].wait(words(p) + k, p.tag);
+      if (column(turn.k, i) >= p.K) continue;
+      turn.runs[i].wait(from + column(0, i), p.tag);
 #pragma unroll
       for (int e = 0; e < RUN; ++e) x.values[i * RUN + e] = turn.runs[i][e];
     }
