@@ -94,13 +94,14 @@ struct Halves {
 // The newest token comes to shared memory, once for all warps: words do not stay in L1.
 template <bool TAGGED, typename T, int D>
 DEVICE void load_newest(const Model& m, const Item<T, D>& item, Newest<T, D>& newest, unsigned tag) {
-  using Halves = Halves<TAGGED, T, D>;
+  using Two = Halves<TAGGED, T, D>;
   const int heads = item.heads + (item.has_newest() ? 2 : 0);
-  for (int n = threadIdx.x; n < heads * Halves::EACH; n += COMPUTE) {
-    const int head = n / Halves::EACH, which = head - item.heads;
+  for (int n = threadIdx.x; n < heads * Two::EACH; n += COMPUTE) {
+    const int head = n / Two::EACH, which = head - item.heads;
     const int at = which < 0 ? item.head + head : m.heads + which * m.kv_heads + item.kv_head;
-    const Halves x(m, item.b, at, n % Halves::EACH, item.len - 1, tag);
-    x.put(which < 0 ? newest.q[head] : which == 0 ? newest.k : newest.v, n % Halves::EACH);
+    T* to = which == 0 ? newest.k : newest.v;
+    if (which < 0) to = newest.q[head];
+    Two(m, item.b, at, n % Two::EACH, item.len - 1, tag).put(to, n % Two::EACH);
   }
 }
 
@@ -114,17 +115,17 @@ DEVICE T* newest_place(const Model& m, int layer, const Item<T, D>& item, bool i
 // The newest keys and values into a layer's caches where several sets read them, by one warp, after all have done so.
 template <bool TAGGED, typename T, int D>
 DEVICE void append_later(const Model& m, const int* lengths, int layer, unsigned tag) {
-  using Halves = Halves<TAGGED, T, D>;
-  static_assert(2 * Halves::EACH <= 32);
+  using Two = Halves<TAGGED, T, D>;
+  static_assert(2 * Two::EACH <= 32);
   const int n = int(threadIdx.x) - (COMPUTE - 32);
-  if (n < 0 || n >= 2 * Halves::EACH) return;
-  const bool is_v = n >= Halves::EACH;
+  if (n < 0 || n >= 2 * Two::EACH) return;
+  const bool is_v = n >= Two::EACH;
   for (int i = blockIdx.x; i < m.items(); i += gridDim.x) {
     const Item<T, D> item(m, lengths, i);
     if (!item.has_newest() || item.set < m.sets - 1) continue;
     const int head = m.heads + is_v * m.kv_heads + item.kv_head;
-    const Halves x(m, item.b, head, n % Halves::EACH, item.len - 1, tag);
-    x.put(newest_place(m, layer, item, is_v), n % Halves::EACH);
+    const Two x(m, item.b, head, n % Two::EACH, item.len - 1, tag);
+    x.put(newest_place(m, layer, item, is_v), n % Two::EACH);
   }
 }
 

@@ -67,10 +67,9 @@ struct Model {
   DEVICE Word<float>* partial_ml() const {
     return partial + int64_t(items()) * shared_by * D;
   }
-  template <typename T>
-  DEVICE Product product(const Layer& l, int which, unsigned tag = 0) const {
+  DEVICE Product product(const Layer& l, int which, Units own, unsigned tag = 0) const {
     Product p = {};
-    p.tag = tag;
+    p.own = own, p.tag = tag;
     const Shape& shape = shapes[which];
     p.rows = rows, p.N = shape.N, p.K = shape.K, p.units = shape.units, p.per_stage = shape.per_stage;
     p.pieces = shape.pieces, p.eps = eps;
@@ -99,6 +98,7 @@ struct Memory {
   bool last;
   Layer layers[MOST_LAYERS + 1];  // of the model, a copy; behind them what the logits' product takes for its layer
   int lengths[X_ROWS];        // a copy too: the last block of all changes them while others may still read
+  Units own[PRODUCTS];        // the block's
   Inboxes inboxes;
   alignas(1024) Shared<X_ROWS> ring;
 };

@@ -39,8 +39,8 @@ DEVICE unsigned long long peek(const unsigned long long* at) {
 
 // A block has those columns of x that it adds o and down to: it reads them again itself.
 template <typename T, bool TAGGED>
-DEVICE void embed(const Model& m, const Product& o, unsigned tag) {
-  const int first = o.first_unit(blockIdx.x) * UNIT, last = min(o.first_unit(blockIdx.x + 1) * UNIT, m.hidden);
+DEVICE void embed(const Model& m, Units own, unsigned tag) {
+  const int first = own.first * UNIT, last = min(own.last * UNIT, m.hidden);
   for (int row = 0; row < m.rows; ++row) {
     for (int n = first + threadIdx.x; n < last; n += COMPUTE) {
       float value = to_float(static_cast<const T*>(m.embedding)[m.tokens[row] * m.hidden + n]);
@@ -59,16 +59,16 @@ DEVICE unsigned long long rank_of(float logit, int column) {
 template <typename T, int X_ROWS, int D, typename Math>
 DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage) {
   constexpr bool WORDS = TAGGED<X_ROWS>;
-  // With several sets attention's meeting is fenced too: a set's tiles have the place where another one's block appends.
+  // With several sets attention's meeting is fenced too: their tiles have the place where a block of one appends.
   const bool ordered = !WORDS || m.sets > 1;
   Grid grid = {&m.counters[CAME * APART], m.clocks,
                unsigned(m.counters[BEFORE * APART]) * (5 * m.layer_count + 1)};
   grid.look_at_the_clock();
   if (threadIdx.x < X_ROWS) mem.best[threadIdx.x] = 0;
-  embed<T, WORDS>(m, m.product<T>(mem.layers[0], O), grid.tag_written());
+  embed<T, WORDS>(m, mem.own[O], grid.tag_written());
   grid.come(!WORDS);
   for (int i = 0, which = QKV;; which < DOWN ? ++which : (++i, which = i < m.layer_count ? QKV : HEAD)) {
-    const Product p = m.product<T>(mem.layers[i], which, grid.tag_read());
+    const Product p = m.product(mem.layers[i], which, mem.own[which], grid.tag_read());
     Share<T, X_ROWS, Math, MOST_UNITS, X_PIECES<X_ROWS>, WORDS> share(p, mem.ring, mem.x, stage);
     grid.wait_for_all(ordered);
     share.compute(
@@ -126,9 +126,9 @@ template <typename T>
 DEVICE void prefetch_beside(const Product& p) {
   constexpr int EACH = 128 / sizeof(T);  // a line
   const int own = (threadIdx.x - COMPUTE) * EACH, k = blockIdx.x * 32 * LOADERS * EACH + own;
-  const int n = p.first_unit(blockIdx.x) * UNIT + own;
+  const int n = p.own.first * UNIT + own;
   if (p.norm && k < p.K) to_L2(static_cast<const T*>(p.norm) + k);
-  if (n >= min(p.N, p.first_unit(blockIdx.x + 1) * UNIT)) return;
+  if (n >= min(p.N, p.own.last * UNIT)) return;
   if (p.bias) to_L2(static_cast<const T*>(p.bias) + n);
   if (p.row_sums) to_L2(static_cast<const T*>(p.row_sums) + n);
 }
@@ -136,7 +136,7 @@ DEVICE void prefetch_beside(const Product& p) {
 template <typename T, int X_ROWS, int D>
 DEVICE void load_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage) {
   for (int i = 0, which = QKV;; which < DOWN ? ++which : (++i, which = i < m.layer_count ? QKV : HEAD)) {
-    const Product p = m.product<T>(mem.layers[i], which);
+    const Product p = m.product(mem.layers[i], which, mem.own[which]);
     prefetch_beside<T>(p);
     load_weights<T>(p, mem.ring, stage, {AHEAD, m.pace});
     if (which == QKV) load_keys<T, X_ROWS, D>(m, mem.lengths, i, mem.ring, stage);
@@ -155,6 +155,7 @@ __global__ void __launch_bounds__(THREADS, 1) step_kernel(const __grid_constant_
   for (int i = threadIdx.x; i < m.layer_count * ADDRESSES; i += THREADS)
     reinterpret_cast<const void**>(mem.layers)[i] = reinterpret_cast<const void* const*>(m.layers)[i];
   if (threadIdx.x < m.rows) mem.lengths[threadIdx.x] = m.lengths[threadIdx.x];
+  if (threadIdx.x < PRODUCTS) mem.own[threadIdx.x] = own_units(m.shapes[threadIdx.x].units);
   if (m.gpus > 1 && threadIdx.x == 0) {
     mem.inboxes = {{}, m.rank, m.gpus, m.rows, m.hidden, m.layer_count, unsigned(m.counters[BEFORE * APART])};
     for (int gpu = 0; gpu < m.gpus; ++gpu) mem.inboxes.of[gpu] = m.inboxes[gpu];

@@ -116,12 +116,14 @@ def by_default(model: StepModel, lengths: Tensor, group: Group | None = None) ->
 
 
 def _bytes_per_cycle(device: torch.device) -> float:
-    """What the memory delivers at most, in a cycle of the SMs; without a GPU so much that it takes no time."""
+    """What the memory delivers at most, in a cycle of the SMs; without a GPU, or where a GPU does not say its clocks,
+    so much that it takes no time.
+    """
     if device.type == "cpu":
         return math.inf
     gpu = torch.cuda.get_device_properties(device)
     both_edges = 2 * gpu.memory_clock_rate * gpu.memory_bus_width / 8
-    return both_edges / gpu.clock_rate
+    return both_edges / gpu.clock_rate if both_edges and gpu.clock_rate else math.inf
 
 
 class PersistentStep:

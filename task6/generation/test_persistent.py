@@ -217,6 +217,10 @@ def test_what_the_memory_delivers_in_a_cycle(monkeypatch):
         3352e9 / 1.98e9, rel=1e-3
     )
     assert persistent._bytes_per_cycle(torch.device("cpu")) == math.inf
+    for unknown in ("memory_clock_rate", "memory_bus_width", "clock_rate"):
+        with monkeypatch.context() as hidden:
+            hidden.setattr(gpu, unknown, 0)
+            assert persistent._bytes_per_cycle(torch.device("cuda")) == math.inf
 
 
 def test_a_norm_that_begins_elsewhere():
