@@ -35,7 +35,7 @@ enum Which { QKV,
 
 // Counters of blocks, 0 between launches. They have lines of memory of their own: who looks at one does not wait for
 // those that are counted in another.
-enum Counter { CAME,     // to all meetings
+enum Counter { CAME,     // to the ends of all phases
                DONE,     // with the step
                BEFORE,   // steps, not blocks: never 0 again
                MERGED }; // of each pair, whose parts of attention are written, in all layers

@@ -31,10 +31,11 @@ struct Memory {
 };
 
 template <typename T, int X_ROWS, typename Math>
-__global__ void __launch_bounds__(THREADS, X_ROWS <= 8 ? 2 : 1) product_kernel(Launch p) {
+__global__ void __launch_bounds__(THREADS, X_ROWS <= 8 ? 2 : 1) product_kernel(const __grid_constant__ Launch launch) {
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& mem = *reinterpret_cast<Memory<X_ROWS>*>(raw);
   begin_the_next_launch();
+  Launch p = launch;
   p.own = own_units(p.units);
   start(mem.ring, p.stages, p.bytes);
   Stage stage = {p.stages, p.bytes, p.stages};

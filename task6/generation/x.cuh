@@ -131,7 +131,7 @@ struct XWords {
   int asked = 0;              // turns
   int next_k, next_norm;      // this lane's first column of the turn that is asked for next, and of norm
   uint2 norm[2] = {};         // this lane's, for the turn that is scaled next
-  Coming coming[2] = {};      // even turns, odd ones; of none would keep registers through all of a step
+  Coming coming[2] = {};      // even turns, odd ones; without values they would keep registers throughout a step
   Moments moments = {};       // of this lane's columns
 
   DEVICE XWords(const Product& p, XMemory<1, PIECES>& mem, int passes) : own(mem[threadIdx.x / 32]) {
