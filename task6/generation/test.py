@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from common.memory import NotEnoughMemory
+from common.tests.devices import of_gpus_hopper
 from task6.generation import CONFIGS, Config, Decoder, Weights, find_config
 from task6.generation.elementwise import add_rms_norm, swiglu
 from task6.generation.parallel import Group
@@ -90,17 +91,25 @@ def test_grouped_heads_equal_transformers_llama(tied, persistent):
     torch.testing.assert_close(decoder.logits, logits, atol=1e-4, rtol=1e-4)
 
 
-def test_bfloat16_loses_no_more_than_the_plain_model():
-    usual = ours = 0.0  # one model's error is one draw: twenty of them
-    for seed in range(20):
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    "persistent", [False, pytest.param(True, marks=of_gpus_hopper)], ids=["launches", "one launch"]
+)
+def test_bfloat16_loses_no_more_than_the_plain_model(batch, persistent):
+    usual, ours = [0.0, 0.0], [0.0, 0.0]  # of the prompt, and of a step
+    for seed in range(80 // batch):  # one model's error is one draw
         exact, rounded = plain(seed=seed), plain(seed=seed).to(torch.bfloat16)
-        prompt = torch.randint(61, (4, 12), device=DEVICE)
-        truth = exact(prompt)[0][:, -1]
-        usual += (rounded(prompt)[0][:, -1].float() - truth).square().mean().item()
-        decoder = Decoder(Weights.of(rounded), 4, 40)
-        decoder.prefill(prompt)
-        ours += (decoder.logits.float() - truth).square().mean().item()
-    assert ours**0.5 <= 1.1 * usual**0.5
+        tokens = torch.randint(61, (batch, 13), device=DEVICE)
+        decoder = Decoder(Weights.of(rounded), batch, 40, persistent=persistent)
+        decoder.prefill(tokens[:, :12])
+        for i, read in enumerate((tokens[:, :12], tokens)):
+            if i == 1:
+                decoder.tokens.copy_(tokens[:, 12:])
+                decoder.step()
+            truth = exact(read)[0][:, -1]
+            usual[i] += (rounded(read)[0][:, -1].float() - truth).square().mean().item()
+            ours[i] += (decoder.logits.float() - truth).square().mean().item()
+    assert all(x**0.5 <= 1.1 * y**0.5 for x, y in zip(ours, usual, strict=True)), (ours, usual)
 
 
 def test_a_step_past_the_last_position_is_refused():
