@@ -18,7 +18,7 @@ from task4.attention import TILES, flash_attention, tile_fits
 from task4.ladder import RUNGS, ladder_attention
 from task5.attention import flash_attention_decode, update_kv_cache
 from task5.ladder import append_rope, decode_attention
-from task5.ladder.call import EIGHT_WARPS, KEYS_AS_ROWS
+from task5.ladder.call import KEYS_AS_ROWS, OF_EIGHT_WARPS
 from task5.ladder.call import RUNGS as DECODE_RUNGS
 from task5.ladder.chunk import chunk_attention
 from task6.generation.product import product
@@ -213,7 +213,8 @@ KERNELS = {
         for rung in DECODE_RUNGS
         if rung == 1 or THEY_RUN
         for dtype, d, heads, keys, more in DECODE_CASES
-        if (rung != KEYS_AS_ROWS or dtype != torch.float32) and (rung != EIGHT_WARPS or d <= 128)
+        if (rung != KEYS_AS_ROWS or dtype != torch.float32)
+        and (rung not in OF_EIGHT_WARPS or d <= 128)
     },
     **(
         {"chunk": partial(_chunk, split=None), "chunk, clusters": partial(_chunk, split=(2, 2))}

@@ -4,7 +4,7 @@
 //   S^T = K_j Q^T          64 keys x N rows of q, N = 8 to 64
 //   O^T = V_j^T P^T        64 columns of V x N
 //
-// Keys are the rows of a product in rungs 1 to 4 and 6, too, where each warp has its own. wgmma has 64 rows, and four
+// Keys are the rows of a product in the other rungs, too, where each warp has its own. wgmma has 64 rows, and four
 // warps share a product. So
 //   products      16 for 64 keys at head_dim 128, as many as a warp of those rungs has for its 16 keys of the 64, but
 //                 no ldmatrix beside them: wgmma reads both operands from shared memory

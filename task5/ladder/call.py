@@ -28,16 +28,19 @@ _KERNELS = {
     4: Kernels(__file__, "04_deeper.cu"),
     5: Kernels(__file__, "05_keys_as_rows.cu"),
     6: Kernels(__file__, "06_eight_warps.cu"),
+    7: Kernels(__file__, "07_in_step.cu"),
 }
 RUNGS = tuple(_KERNELS)
-CLUSTERS = (3, 4, 5, 6)  # of the rungs
+CLUSTERS = (3, 4, 5, 6, 7)  # of the rungs
 KEYS_AS_ROWS = 5  # for 16 bits
-EIGHT_WARPS = 6  # for head_dim up to 128
+EIGHT_WARPS, IN_STEP = 6, 7
+OF_EIGHT_WARPS = (EIGHT_WARPS, IN_STEP)  # for head_dim up to 128
+ONE_TREE = (3, 4, *OF_EIGHT_WARPS)  # batch-invariant, they have the same bits
 MOST_BLOCKS = 16  # of a cluster; of a pair, where its blocks are no cluster
-WARPS = 4  # of a block; rung 6 has twice as many
+WARPS = 4  # of a block; rungs 6 and 7 have twice as many
 MOST_CLUSTERS = 8  # of a pair, in rung 5
 MANY_KEYS = 512  # of a block of rung 5, so that more clusters pay
-# Bytes of K and V from which blocks without clusters are faster in rungs 3, 4 and 6: memory-bound, compute-bound.
+# Bytes of K and V from which blocks without clusters are faster in rungs 3, 4, 6 and 7: memory-bound, compute-bound.
 LONG_BYTES, LONG_BYTES_COMPUTE_BOUND = 400e6, 100e6
 TILES_OF_A_LEAF = (
     64  # as in bits_of_leaves() of cluster.cuh: with fewer, half of the leaves are used
@@ -47,7 +50,7 @@ KEYS_OF_ALL = (
     1 << 16
 )  # of all kv heads, some 500 for an SM: where rung 6 begins to be faster, see _fastest_ahead()
 LONG_BOX = 64  # keys of a page: of fewer, rung 5's copies are too small
-ROWS = 16  # of q in a pair of rungs 3, 4 and 6, at most; in 16 bits
+ROWS = 16  # of q in a pair of rungs 3, 4, 6 and 7, at most; in 16 bits
 
 
 def decode_attention(
@@ -87,7 +90,7 @@ def decode_attention(
             Older keys are then loaded before that launch is complete; lengths and page numbers need no promise. None:
             it may write any key.
         batch_invariant: a sequence's result has the same bits alone, in any batch and order, contiguous or paged.
-        rung: 1, or of GPUs on Hopper 2 to 6, 5 for 16 bits alone, 6 for head_dim up to 128; the fastest for these
+        rung: 1, or of GPUs on Hopper 2 to 7, 5 for 16 bits alone, 6 and 7 for head_dim up to 128; the fastest for these
             shapes if None.
 
     Returns:
@@ -226,7 +229,7 @@ def _check_rung(q: Tensor, rung: int | None) -> None:
         )
     if rung == KEYS_AS_ROWS and q.dtype == torch.float32:
         raise ValueError(f"rung {rung} computes in 16 bits; got {describe(q)}")
-    if rung == EIGHT_WARPS and q.shape[3] > 128:
+    if rung in OF_EIGHT_WARPS and q.shape[3] > 128:
         raise ValueError(f"rung {rung} is for head_dim up to 128; got {q.shape[3]}")
 
 
@@ -272,16 +275,18 @@ def _fastest(
 ) -> int:
     """The rung that is the fastest for ``heads`` kv heads of all sequences, as NOTES.md has measured it.
 
-    Batch-invariant, a sequence has the same bits from rungs 3, 4 and 6, and others from 5: which of the two it is, is
-    told from what is the same in any batch, and whatever room there is.
+    Batch-invariant, a sequence has the same bits from rungs 3, 4, 6 and 7, and others from 5: which of the two it is,
+    is told from what is the same in any batch, and whatever room there is.
     """
     sms = sms_of(call.device)
     if not is_hopper(call.device):
         return 1
+    if _in_step(call, heads, kv_len, batch_invariant, page_size):
+        return IN_STEP
     if call.item_size == 4:
         if call.head_dim == 256:
             return 4 if batch_invariant else 1
-        return EIGHT_WARPS if 8 * heads <= sms and kv_len >= 2 * LONG_CACHE else 4
+        return EIGHT_WARPS if 8 * heads <= sms and kv_len >= LONG_CACHE else 4
     if call.rows > ROWS:
         return _fastest_of_many_rows(call, heads, kv_len, batch_invariant)
     if call.head_dim == 256:  # no two blocks fit on an SM
@@ -315,6 +320,17 @@ def _fastest(
     return 3 if (page_size or LONG_BOX) < LONG_BOX else KEYS_AS_ROWS
 
 
+def _in_step(
+    call: _Call, heads: int, kv_len: int, batch_invariant: bool, page_size: int | None
+) -> bool:
+    """Whether rung 7 is faster than 4 and 6: where an SM reads more than 3 MB in order, and computes little with it."""
+    if call.head_dim != 128 or call.rows * call.item_size > ROWS or heads > sms_of(call.device):
+        return False
+    if page_size or (batch_invariant and call.item_size == 4):
+        return False
+    return 2 * heads * kv_len * call.head_dim * call.item_size >= LONG_BYTES
+
+
 def _fastest_of_many_rows(call: _Call, heads: int, kv_len: int, batch_invariant: bool) -> int:
     """The fastest of more than 16 rows: rung 5, unless two pairs of each kv head find more SMs that are idle.
 
@@ -334,7 +350,7 @@ def _fastest_of_many_pairs(call: _Call, kv_len: int) -> int:
     """
     if call.head_dim == 64:
         return 3
-    return EIGHT_WARPS if kv_len >= 4 * SHORT_CACHE else 4
+    return IN_STEP if kv_len >= 4 * SHORT_CACHE else 4
 
 
 def _fastest_ahead(
@@ -350,6 +366,8 @@ def _fastest_ahead(
     if call.rows > ROWS:
         rung = _fastest_of_many_rows(call, heads, kv_len, batch_invariant)
         return None if rung == KEYS_AS_ROWS else rung
+    if _in_step(call, heads, kv_len, batch_invariant, page_size):
+        return IN_STEP
     if heads > sms:
         if batch_invariant:
             return _fastest_of_many_pairs(call, kv_len)
@@ -377,7 +395,7 @@ def _plan(
         return _in_clusters(call, rung, pairs, of_a_cluster, clusters, chunks)
     if rung in CLUSTERS:
         pairs, leaves = batch * _pairs(call, rung, kv_heads), 0
-        warps, most = 2 * WARPS if rung == EIGHT_WARPS else WARPS, MOST_BLOCKS
+        warps, most = 2 * WARPS if rung in OF_EIGHT_WARPS else WARPS, MOST_BLOCKS
         if batch_invariant:
             leaves = _leaves(call, rung, kv_heads)
             keys = call.query(rung, "keys_of_a_tile") // warps  # of a warp's tile

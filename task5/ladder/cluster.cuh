@@ -6,6 +6,10 @@
 // blocks instead of a cluster, since clusters do not fill all SMs: the last of a pair's blocks merges their parts, from
 // global memory. In a batch-invariant call the number of leaves follows from the sequence's length, so the tree is the
 // same however many warps share it.
+//
+// Of n leaves each has every n-th tile, so that at any time a pair's warps read keys that are neighbours: memory is
+// faster in order. With several leaves a warp, they are that for any number of warps if leaf i begins with the tile
+// whose number has i's bits in reverse.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -35,8 +39,7 @@ struct Cluster {
     uint64_t received;  // counts what is sent here
     bool last;          // this block is the last of its pair
   };
-  int rank, bits;              // 1 << bits blocks
-  int first, last, leaf_bits;  // this warp's leaves [first, last) of 1 << leaf_bits
+  int rank, bits;   // 1 << bits blocks
   int2 known, now;  // the sequence's lengths, before and after the launch ahead of this one is complete
 
   template <typename Buffer>
@@ -51,19 +54,24 @@ struct Cluster {
     __syncwarp();
     start_in_cluster();
   }
+  template <bool PAGED>
   DEVICE void find(const Decode& a, Walk& w) {
     w.b = blockIdx.z;
     w.at(a, blockIdx.y);
     known = lengths(a, w.b);
     w.s = sequence(a, known);
     const int warps = bits + a.cluster_bits + WARP_BITS, warp = (blockIdx.x << WARP_BITS) + threadIdx.x / 32;
-    leaf_bits = a.chunks ? bits_of_leaves(31 - __clz(a.chunks), 31 - __clz(w.s.tiles), a.leaf_tile_bits) : warps;
-    first = first_leaf(warp, warps), last = first_leaf(warp + 1, warps);
-    w.tile = w.s.tiles * first >> leaf_bits;
-    w.end = w.s.tiles * last >> leaf_bits;
+    w.end = w.s.tiles;
+    if (TREE || a.chunks) {
+      w.step_bits = bits_of_leaves(31 - __clz(a.chunks), 31 - __clz(w.s.tiles), a.leaf_tile_bits);
+      w.leaf = first_leaf(warp, warps, w.step_bits), w.leaf_end = first_leaf(warp + 1, warps, w.step_bits);
+      w.tile = w.leaf < w.leaf_end ? reversed(w.leaf, w.step_bits) : w.end;
+    } else if (PAGED && !IN_STEP && (warps > 4 || w.s.tiles < 4 << warps)) {  // its pages would be far apart, or more
+      w.step_bits = 0, w.tile = w.s.tiles * warp >> warps, w.end = w.s.tiles * (warp + 1) >> warps;
+    } else {
+      w.step_bits = warps, w.tile = warp;
+    }
   }
-  DEVICE int leaves() const { return last - first; }
-  DEVICE int end_of_leaf(const Walk& w, int i) const { return w.s.tiles * (first + i + 1) >> leaf_bits; }
   DEVICE bool any(const Walk& w) const { return w.tile < w.end; }
   DEVICE bool takes_part() const { return true; }
   DEVICE void read_again(const Decode& a) { now = lengths(a, blockIdx.z); }
@@ -146,7 +154,10 @@ struct Cluster {
     const int few = min(most - 1, max(min(tile_bits - 1, 5), tile_bits - leaf_tile_bits));
     return max(0, max(few, min(most, tile_bits - 6)));
   }
-  DEVICE int first_leaf(int warp, int warps) const { return ((warp << leaf_bits) + (1 << warps) - 1) >> warps; }
+  // Of 1 << leaves, where 1 << warps warps share them.
+  static DEVICE int first_leaf(int warp, int warps, int leaves) {
+    return ((warp << leaves) + (1 << warps) - 1) >> warps;
+  }
 };
 
 // How many clusters the GPU holds at once; 0 if that cannot be said.

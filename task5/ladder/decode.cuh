@@ -49,14 +49,14 @@ struct Decode {
   int rows;      // of a kv head
   Divisor group, page_size, row_tiles;  // row_tiles: pairs that share a kv head's rows
   int tile_bits = 0;                    // B_c = 1 << tile_bits
-  // 0, or in a batch-invariant call into how many chunks (rungs 1 and 2) or leaves of a tree (3, 4 and 6) the keys of a
+  // 0, or in a batch-invariant call into how many chunks (rungs 1 and 2) or leaves of a tree (3, 4, 6, 7) the keys of a
   // pair are cut at most, in any batch. Rung 5 finds that number itself.
   int chunks;
   int leaf_tile_bits = 2;  // 1 << leaf_tile_bits tiles of a leaf, where a pair has many
   int cluster_bits = 0;    // 1 << cluster_bits clusters share a pair
   float scale;
   float* partial;  // [slot][rows of a pair][head_dim], and behind all of them m, l: [slot][rows of a pair][2]
-  int64_t slots;  // in rungs 3 to 6, where several clusters share a pair, that of all pairs: see several_clusters.cuh
+  int64_t slots;  // in rungs 3 to 7, where several clusters share a pair, that of all pairs: see several_clusters.cuh
   int* counters;  // [batch * kv_heads * row_tiles], there times the blocks of a cluster; 0 between launches
 
   DEVICE int pairs() const { return kv_heads * int(row_tiles.d); }  // of a sequence
@@ -84,12 +84,18 @@ DEVICE Sequence sequence(const Decode& a, int2 lengths) {
   return s;
 }
 
+// The bits of n < 1 << bits from the last one to the first.
+DEVICE int reversed(int n, int bits) { return bits == 0 ? 0 : int(__brev(unsigned(n)) >> (32 - bits)); }
+
 // Where a warp is in its block's share of the tiles: in a segment, some tiles of one pair.
 struct Walk {
   int b, pair;          // of the sequence's pairs
   int kv_head, row_0;   // of the pair; its first row
   int tile, end;        // the tile, and the segment's end
   Sequence s;
+  // In rungs with clusters: a warp's tiles are 1 << step_bits apart. In a batch-invariant call those of a leaf are, and
+  // it has leaves [leaf, leaf_end).
+  int step_bits = 0, leaf = 0, leaf_end = 0;
   // Where a share may have several segments, and is counted in units: tiles, or chunks of them.
   int chunk, pair_units;  // tiles of a unit, units of the pair
   int unit, units;        // the segment's first unit and how many it has
@@ -110,6 +116,12 @@ struct Walk {
     left -= units;
     tile = u * chunk;
     end = min((u + units) * chunk, s.tiles);
+  }
+  // The warp's next tile; behind the end if there is none. LEAVES: it may be of the next leaf.
+  template <bool LEAVES>
+  DEVICE void advance() {
+    tile += 1 << step_bits;
+    if (LEAVES && tile >= end && leaf + 1 < leaf_end) tile = reversed(++leaf, step_bits);
   }
   DEVICE bool more() const { return left > 0; }
   DEVICE void next_segment(const Decode& a) {

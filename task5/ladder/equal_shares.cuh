@@ -24,6 +24,7 @@ struct EqualShares {
   int2 known, now;
 
   // Finds the share, and its first tile. Every warp does so for itself.
+  template <bool>
   DEVICE void find(const Decode& a, Walk& w) {
     const int lane = threadIdx.x % 32, pairs = a.pairs();
     known = lengths_of_lane(a);

@@ -53,6 +53,11 @@ template <typename X>
 DEVICE void compute_here(X&) {}
 #endif
 
+// Whether a block's warps begin each tile together. A rung may say so.
+#ifndef IN_STEP
+#define IN_STEP false
+#endif
+
 template <typename Math, typename Sharing>
 struct Shared {
   using T = typename Math::T;
@@ -85,6 +90,7 @@ struct Loader {
   // The first tiles are found before the wait: with pages, to find a tile takes longer than to load it.
   static constexpr bool FINDS_AHEAD = PAGED && !Sharing::SEVERAL_SEGMENTS;
   static constexpr int AHEAD = Shared<Math, Sharing>::STAGES - 1;
+  static constexpr bool LEAVES = Sharing::TREE;  // a warp may have several
 
   // Where a tile is: this lane's piece of each group's first row, that row's place among the keys that are seen by some
   // row of q, and which of the lane's rows are.
@@ -102,9 +108,10 @@ struct Loader {
   const T *k_head, *v_head;  // this lane's piece of the kv head's first rows
   int keys;                  // that some row sees
   SharedAddress to;          // where, in the first stage, this lane's piece of the warp's first row goes
-  // With pages, each lane has the place of a group: of tiles `held` and on, in pieces from k_head and v_head on;
-  // NOWHERE on no page. And the number of a page, of the HELD tiles behind those.
-  int held, next_number;
+  // With pages, each lane has the place of a group, in pieces from k_head and v_head on, NOWHERE on no page: together
+  // those of HELD tiles, of which `used` are behind this warp. And of as many tiles behind them the number of a page:
+  // its group is of tile_of_lane.
+  int used, tile_of_lane, leaf_of_lane, next_number;
   unsigned k_of_lane, v_of_lane;
   const int* page;  // where the number of this lane's first page is
   int found, then;  // that number before and after the launch ahead of this one is complete
@@ -116,8 +123,8 @@ struct Loader {
     to = shared_address_of_lane(stages + own);
     next.any = any, missing = next.missing = 0;
     if constexpr (PAGED) {
-      held = walk.tile;
-      page = any ? page_of(a, held) : nullptr;
+      hold_from_here();
+      page = any ? page_of(a) : nullptr;
       found = number(page);
       compute_here(page);
     }
@@ -126,7 +133,12 @@ struct Loader {
     if constexpr (FINDS_AHEAD) {
 #pragma unroll
       for (int i = 0; i < AHEAD; ++i) {
-        if (i > 0) ++walk.tile, next.any = next.any && walk.tile < walk.end, go_a_tile_further(a), find_here(next);
+        if (i > 0) {
+          const int before = walk.tile;
+          walk.template advance<LEAVES>(), ++used;
+          next.any = next.any && walk.tile < walk.end;
+          go_further(a, walk.tile - before), find_here(next);
+        }
         first[i] = next;
       }
     }
@@ -138,13 +150,21 @@ struct Loader {
   DEVICE bool holds() const { return !PAGED || __all_sync(~0u, then == found); }
   DEVICE void find_next_pages(const Decode& a) {
     if constexpr (PAGED) {
-      if (next.any && held + HELD < walk.end) next_number = number(page_of(a, held + HELD));
+      const bool any = LEAVES || walk.tile + ((HELD - used) << walk.step_bits) < walk.end;
+      if (next.any && any) skip(tile_of_lane, leaf_of_lane, HELD), next_number = number(page_of(a));
     }
   }
 
   // Whether the launch ahead of this one writes none of the keys of a share's first tiles.
   static DEVICE bool may_be_early(const Decode& a, const Walk& w) {
-    const int end = min(w.tile + AHEAD, w.end);
+    int end = w.tile + (min(AHEAD - 1, (w.end - 1 - w.tile) >> w.step_bits) << w.step_bits) + 1;
+    if constexpr (LEAVES) {
+      Walk ahead = w;
+      for (int i = 1; i < AHEAD; ++i) {
+        ahead.advance<LEAVES>();
+        if (ahead.tile < w.end) end = max(end, ahead.tile + 1);
+      }
+    }
     if (Sharing::SEVERAL_SEGMENTS && end == w.end) return false;  // the next segment is found with the last tile
     return (w.s.first + end) << a.tile_bits <= w.s.len - a.new_keys;
   }
@@ -197,14 +217,35 @@ struct Loader {
     for (int n = 0; n < GROUPS; ++n) compute_here(tile.k[n]), compute_here(tile.v[n]);
   }
   // Whether no tile comes behind `next`.
-  DEVICE bool is_last() const { return walk.tile + 1 >= walk.end && !(Sharing::SEVERAL_SEGMENTS && walk.more()); }
+  DEVICE bool is_last() const {
+    return walk.tile + (1 << walk.step_bits) >= walk.end && !(LEAVES && walk.leaf + 1 < walk.leaf_end) &&
+           !(Sharing::SEVERAL_SEGMENTS && walk.more());
+  }
   DEVICE int key_of(const Decode& a, int tile, int group) const {
     return ((walk.s.first + tile) << a.tile_bits) + Sharing::first_key(Math::KEYS) + group * ROWS;
   }
-  // Where the page's number is of group lane % GROUPS of the tile lane / GROUPS behind this one.
-  DEVICE const int* page_of(const Decode& a, int tile) const {
-    const int lane = threadIdx.x % 32, key = key_of(a, tile + lane / GROUPS, lane % GROUPS);
-    if (tile + lane / GROUPS >= walk.end || key >= walk.s.len) return nullptr;
+  // So many of the warp's tiles further; behind the end if there are none.
+  DEVICE void skip(int& tile, int& leaf, int tiles) const {
+    if constexpr (LEAVES) {
+      for (; leaf < walk.leaf_end; tile = reversed(++leaf, walk.step_bits)) {
+        const int left = ((walk.end - 1 - tile) >> walk.step_bits) + 1;  // of the leaf
+        if (tiles < left) break;
+        tiles -= left;
+      }
+      if (leaf >= walk.leaf_end) tile = walk.end;
+    }
+    tile += tiles << walk.step_bits;
+  }
+  // The first tiles whose places are held: from the next one on.
+  DEVICE void hold_from_here() {
+    used = 0, tile_of_lane = walk.tile, leaf_of_lane = walk.leaf;
+    skip(tile_of_lane, leaf_of_lane, threadIdx.x % 32 / GROUPS);
+  }
+  DEVICE int key_of_lane(const Decode& a) const { return key_of(a, tile_of_lane, threadIdx.x % GROUPS); }
+  // Where the number is of the page of this lane's group.
+  DEVICE const int* page_of(const Decode& a) const {
+    const int key = key_of_lane(a);
+    if (tile_of_lane >= walk.end || key >= walk.s.len) return nullptr;
     return a.block_table + walk.b * a.table_stride + a.page_size.quotient(key);
   }
   static DEVICE int number(const int* page) { return page ? __ldcg(page) : -1; }
@@ -228,9 +269,9 @@ struct Loader {
     if constexpr (PAGED) locate(a, number);
     find();
   }
-  // Where this lane's group of tiles `held` and on is.
+  // Where this lane's group is, on the page of this number.
   DEVICE void locate(const Decode& a, int number) {
-    const int lane = threadIdx.x % 32, row = a.page_size.remainder(key_of(a, held + lane / GROUPS, lane % GROUPS));
+    const int row = a.page_size.remainder(key_of_lane(a));
     const bool inside = unsigned(number) < unsigned(a.pages);
     k_of_lane = inside ? (number * a.k_strides.batch + row * a.k_strides.row) / unsigned(PIECE) : NOWHERE;
     v_of_lane = inside ? (number * a.v_strides.batch + row * a.v_strides.row) / unsigned(PIECE) : NOWHERE;
@@ -243,7 +284,7 @@ struct Loader {
       const int end = ceil_div(min(max(keys - next.place[n], 0), ROWS), AT_ONCE);
       next.seen[n] = ((1u << end) - 1) & (~0u << begin);
       if constexpr (PAGED) {
-        const int lane = (walk.tile - held) * GROUPS + n;
+        const int lane = used * GROUPS + n;
         const unsigned from = __shfl_sync(~0u, k_of_lane, lane);
         next.k[n] = k_head + uint64_t(from) * PIECE;
         next.v[n] = v_head + uint64_t(__shfl_sync(~0u, v_of_lane, lane)) * PIECE;
@@ -251,8 +292,8 @@ struct Loader {
       }
     }
   }
-  DEVICE void go_a_tile_further(const Decode& a) {
-    const int step = 1 << a.tile_bits;
+  DEVICE void go_further(const Decode& a, int tiles) {
+    const int step = tiles * (1 << a.tile_bits);
 #pragma unroll
     for (int n = 0; n < GROUPS; ++n) {
       next.place[n] += step;
@@ -261,13 +302,15 @@ struct Loader {
     find();
   }
   DEVICE void move_on(const Decode& a) {
-    if (++walk.tile < walk.end) {
-      if (PAGED && walk.tile - held == HELD) held = walk.tile, locate(a, next_number), find_next_pages(a);
-      go_a_tile_further(a);
+    const int before = walk.tile;
+    walk.template advance<LEAVES>();
+    if (walk.tile < walk.end) {
+      if (PAGED && ++used == HELD) used = 0, locate(a, next_number), find_next_pages(a);
+      go_further(a, walk.tile - before);
     } else if (Sharing::SEVERAL_SEGMENTS && walk.more()) {
       walk.next_segment(a);
-      held = walk.tile;
-      begin(a, PAGED ? number(page_of(a, held)) : 0);
+      if constexpr (PAGED) hold_from_here();
+      begin(a, PAGED ? number(page_of(a)) : 0);
       find_next_pages(a);
     } else {
       next.any = false;
@@ -400,7 +443,7 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
   if (DEPENDENT && !early) wait_for_the_launch_before();
   int keys_first;
   for (bool again = !early;; again = true) {
-    share.find(a, loader.walk);
+    share.template find<PAGED>(a, loader.walk);
     queries.find(a, loader.walk);
     walk = loader.walk;
     loader.start(a, mem.KV[0][0][0][0], share.any(loader.walk));
@@ -436,15 +479,18 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
   math.load_queries(mem.Q[0]);
   const float scale = a.scale * LOG2_E;
   int stage = 0;
-  // Tiles up to `end`, as one part.
+  // The warp's tiles up to `end`, as one part.
   auto add_tiles = [&](int end) {
     math.start();
+    const int rounds = ceil_div(end, 1 << walk.step_bits);  // of the warp that has most tiles
     // All rows see all of a tile that begins at one of these keys.
     int from = walk.s.begin + (a.window ? a.q_len - 1 : 0), to = walk.s.len - a.q_len + 1 - KEYS;
     compute_here(from), compute_here(to);
 #pragma unroll 1
-    for (; walk.tile < end; ++walk.tile) {
+    for (int i = 0; IN_STEP ? i < rounds : walk.tile < end; ++i, walk.tile += 1 << walk.step_bits) {
       cp_async_wait<2 * STAGES - 3>();
+      if (IN_STEP) __syncthreads();
+      if (IN_STEP && walk.tile >= end) continue;
       __syncwarp();  // K_j complete, and the stage that is loaded now has been read
       const int key_0 = ((walk.s.first + walk.tile) << a.tile_bits) + Sharing::first_key(KEYS);
       const unsigned exists = loader.existing(stage);
@@ -467,15 +513,15 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
     if constexpr (!Sharing::TREE) {
       add_tiles(walk.end);
     } else {  // the warp's leaves of the pair's tree
-      const int leaves = share.leaves();  // 0, or a power of two
+      const int leaves = walk.leaf_end - walk.leaf;  // 0, or a power of two
       // Subtrees whose right neighbour is not complete yet, of 1 << i leaves: small ones, which are many, in registers.
       constexpr int FIT = Math::STATES_FIT ? 2 : 0;
       typename Math::State waiting[Sharing::LEVELS], of_one, of_two;
-      if (leaves == 0) math.start();
 #pragma unroll 1
-      for (int i = 0; i < leaves; ++i) {
-        add_tiles(share.end_of_leaf(walk, i));
-        if (leaves == 1) break;
+      for (int i = 0; i < max(1, leaves); ++i) {
+        if (i > 0) walk.tile = reversed(walk.leaf + i, walk.step_bits);
+        add_tiles(walk.end);
+        if (leaves <= 1) break;
         if constexpr (FIT > 0) {
           if ((i & 1) == 0) of_one = math;
           if ((i & 1) == 1) math.merge_into(of_one);

@@ -11,7 +11,7 @@ from common.check import assert_close
 from common.check.rng import new_seed
 from common.tests.devices import DEVICE, of_gpus_hopper
 from task5.ladder import append_rope, call, decode_attention
-from task5.ladder.call import EIGHT_WARPS, KEYS_AS_ROWS, ON_CPU
+from task5.ladder.call import KEYS_AS_ROWS, OF_EIGHT_WARPS, ON_CPU, ONE_TREE
 
 RUNGS = [1, *(pytest.param(n, marks=of_gpus_hopper) for n in (2, 3, 4, 5, 6)), None]
 HALVES = (torch.float16, torch.bfloat16)
@@ -104,7 +104,7 @@ class Case:
 def case_for(rung, seed):
     if rung == KEYS_AS_ROWS:
         return Case(seed, HALVES)
-    return Case(seed, head_dims=(64, 128) if rung == EIGHT_WARPS else HEAD_DIMS)
+    return Case(seed, head_dims=(64, 128) if rung in OF_EIGHT_WARPS else HEAD_DIMS)
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -157,8 +157,8 @@ def test_rungs_that_share_a_tree_have_the_same_bits():
     """Four warps a block or eight: of a batch-invariant call the leaves are the same."""
     for _ in range(CASES // 4):
         seed = new_seed()
-        case = case_for(EIGHT_WARPS, seed)
-        one, *others = (case.run(rung=rung, batch_invariant=True) for rung in (3, 4, EIGHT_WARPS))
+        case = case_for(OF_EIGHT_WARPS[0], seed)
+        one, *others = (case.run(rung=rung, batch_invariant=True) for rung in ONE_TREE)
         assert all(torch.equal(other, one) for other in others), f"Case({seed})"
 
 
@@ -202,12 +202,14 @@ def test_pages_outside_of_the_pool_are_not_seen(rung, head_dim):
 
 
 @of_gpus_hopper
-@pytest.mark.parametrize("rung", [3, 4, 6])
+@pytest.mark.parametrize("rung", ONE_TREE)
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_blocks_that_are_no_cluster_share_a_pair(monkeypatch, rung, batch_invariant):
     """As of long caches of few heads; the same bits as from a cluster, where a call is batch-invariant."""
     torch.manual_seed(seed := new_seed())
-    kinds = [(HALF, 64), (HALF, 128), (torch.float32, 128)] + [(HALF, 256)] * (rung != EIGHT_WARPS)
+    kinds = [(HALF, 64), (HALF, 128), (torch.float32, 128)] + [(HALF, 256)] * (
+        rung not in OF_EIGHT_WARPS
+    )
     r = random.Random(seed)
     dtype, head_dim = r.choice(kinds)
     q = torch.randn(2, 1, 4, head_dim, device=DEVICE).to(dtype)
@@ -248,7 +250,7 @@ def test_blocks_that_are_no_cluster_share_a_pair(monkeypatch, rung, batch_invari
 
 
 @of_gpus_hopper
-@pytest.mark.parametrize("rung", [3, 4, 6])
+@pytest.mark.parametrize("rung", ONE_TREE)
 def test_the_most_leaves(monkeypatch, rung):
     """A long sequence is cut into twice as many; one block's warps then have 16 or 32 of them."""
     torch.manual_seed(new_seed())
@@ -279,10 +281,10 @@ def test_sequences_of_many_pages(rung, head_dim):
     for pool, t in zip(pools, (k, v), strict=True):
         pool[table.flatten().long()] = t.reshape(-1, 16, 2, head_dim)
     for window in (None, 2500):
-        # By default another rung may be the fastest for pages, with other bits.
-        given = dict(window=window, rung=rung, batch_invariant=rung is None)
+        # By default pages may be read in another order, or by another rung, with other bits.
+        given = dict(window=window, rung=rung, batch_invariant=rung is None or rung in ONE_TREE)
         given["seqlens_k"] = torch.tensor([4801 - 10, 605, 3300], dtype=torch.int32, device=DEVICE)
-        if rung is None:
+        if given["batch_invariant"]:
             by_default = given | dict(batch_invariant=False)
             torch.testing.assert_close(
                 decode_attention(q, *pools, block_table=table, **by_default),
@@ -490,7 +492,7 @@ HALF = torch.float16
         ({"scale": 1e300}, "scale must be above 0 and finite; got 1e\\+300"),
         ({n: torch.zeros(1, 1, 1, 64, dtype=HALF).expand(70, 1 << 24, 256, 64) for n in "kv"}
          | {"q": torch.zeros(70, 1, 256, 64, dtype=HALF)}, "there must be at most 2,147,483,647 tiles of 16 keys"),
-        ({"rung": 7}, r"rung must be one of \(1, 2, 3, 4, 5, 6\); got 7"),
+        ({"rung": 8}, r"rung must be one of \(1, 2, 3, 4, 5, 6, 7\); got 8"),
         ({"seqlens_k": torch.zeros(2, dtype=torch.int32)}, "seqlens_k must be"),
         ({"block_table": torch.zeros(1, 2, dtype=torch.int32)}, "page_size must be a multiple of 16 up to 256; got 40"),
         ({"block_table": torch.zeros(1, 2), **{n: torch.zeros(3, 32, 2, 64, dtype=HALF) for n in "kv"}}, "block_table must be .* int32"),
@@ -537,10 +539,11 @@ def test_rung_5_is_for_16_bits():
 
 
 @of_gpus_hopper
-def test_rung_6_is_for_head_dims_up_to_128():
+@pytest.mark.parametrize("rung", OF_EIGHT_WARPS)
+def test_eight_warps_are_for_head_dims_up_to_128(rung):
     q = torch.zeros(1, 1, 2, 256, device=DEVICE)
-    with pytest.raises(ValueError, match="rung 6 is for head_dim up to 128; got 256"):
-        decode_attention(q, q, q, rung=6)
+    with pytest.raises(ValueError, match=f"rung {rung} is for head_dim up to 128; got 256"):
+        decode_attention(q, q, q, rung=rung)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")

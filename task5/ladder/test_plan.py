@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from task5.ladder import call
-from task5.ladder.call import EIGHT_WARPS, KEYS_AS_ROWS
+from task5.ladder.call import EIGHT_WARPS, IN_STEP, KEYS_AS_ROWS, OF_EIGHT_WARPS, ONE_TREE
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def h200(monkeypatch):
     )
 
     def query(self, rung, name, blocks=None, tiles=None):
-        fit = (of_eight_warps if rung == EIGHT_WARPS else room).get(blocks)
+        fit = (of_eight_warps if rung in OF_EIGHT_WARPS else room).get(blocks)
         answers = {"rows_of_a_pair": 8 if self.rows <= 8 else 32, "keys_of_a_tile": 64}
         answers |= {"shared_memory_bytes": 80 * 1024, "clusters_at_once": fit}
         return answers[name]
@@ -47,7 +47,7 @@ def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
                             plan = call._plan(shared[0], batch, kv_heads, kv_len, True, rung)
                             rungs.add(rung)
                             leaves.add(plan.chunks)
-            assert rungs <= {3, 4, 6} and len(leaves) == 1  # which have the same tree
+            assert rungs <= set(ONE_TREE) and len(leaves) == 1
     for wide, rung in (
         (dict(head_dim=256), 4),
         (dict(head_dim=256, rows=17), 5),
@@ -67,12 +67,14 @@ def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
     ("batch", "kv_heads", "kv_len", "rung", "blocks"),
     [
         (1, 8, 1024, 4, 8 * 8),  # two tiles each
-        (1, 8, 8192, 4, 8 * 16),
+        (1, 8, 4096, 4, 8 * 16),
+        (1, 8, 8192, EIGHT_WARPS, 8 * 8),
         (8, 8, 2048, 4, 64 * 2),
-        (16, 8, 8192, 4, 128 * 2),  # two blocks an SM
+        (16, 8, 2048, 4, 128),
+        (16, 8, 8192, IN_STEP, 128),
         (16, 32, 1024, 4, 512),  # more pairs than fit
         (1, 1, 64, 4, 1),
-        (1, 8, 131072, EIGHT_WARPS, 8 * 16),  # a block on each SM, no clusters
+        (1, 8, 131072, IN_STEP, 8 * 16),  # a block on each SM, no clusters
     ],
 )
 def test_the_rung_of_float32(h200, batch, kv_heads, kv_len, rung, blocks):
@@ -81,6 +83,20 @@ def test_the_rung_of_float32(h200, batch, kv_heads, kv_len, rung, blocks):
     assert plan.blocks == blocks
     assert plan.slots == (blocks if kv_len == 131072 else 0)  # the blocks of a pair are no cluster
     assert call._fastest(h200(head_dim=256), batch * kv_heads, kv_len, False, None) == 1
+
+
+def test_two_blocks_share_an_sm_where_each_has_much_to_do(h200):
+    assert [call._plan(h200(), 16, 8, n, False, 4).blocks for n in (2048, 8192)] == [128, 256]
+
+
+def test_rung_7_reads_long_caches_in_order(h200):
+    def rung(heads, kv_len, invariant=False, page_size=None, **shape):
+        return call._fastest(h200(**{"dtype": 2} | shape), heads, kv_len, invariant, page_size)
+
+    assert rung(128, 8192) == rung(8, 131072) == rung(128, 8192, True) == IN_STEP
+    assert rung(128, 8192, page_size=64) == rung(128, 4096) == rung(256, 8192) == 4
+    assert rung(128, 8192, rows=9) == rung(128, 8192, head_dim=256) == 4
+    assert rung(128, 4096, dtype=0) == IN_STEP and rung(128, 4096, True, dtype=0) == 4
 
 
 @pytest.mark.parametrize(
@@ -96,7 +112,9 @@ def test_the_rung_of_float32(h200, batch, kv_heads, kv_len, rung, blocks):
         (32, 1024, {}, EIGHT_WARPS),
         (64, 2048, {}, 4),
         (64, 8192, {}, EIGHT_WARPS),
-        (128, 8192, {}, 4),
+        (128, 4096, {}, 4),
+        (128, 8192, {}, IN_STEP),
+        (8, 131072, {}, IN_STEP),
         (512, 1024, {}, 4),
         (512, 1024, {"head_dim": 64}, 3),
         (8, 4096, {"head_dim": 64}, 4),
@@ -125,7 +143,10 @@ def test_the_rung_of_16_bits(h200, heads, kv_len, shape, rung):
         (32, 1024, {}, EIGHT_WARPS),
         (64, 512, {}, 4),
         (128, 1024, {}, EIGHT_WARPS),
+        (128, 8192, {}, IN_STEP),
+        (128, 8192, {"rows": 9}, EIGHT_WARPS),
         (256, 1024, {}, 4),
+        (256, 8192, {}, 4),
         (12, 1024, {"head_dim": 64}, None),
         (12, 4096, {"head_dim": 64}, 4),
         (96, 1024, {"head_dim": 64}, EIGHT_WARPS),
@@ -160,7 +181,7 @@ def test_the_rungs_of_a_batch_invariant_call(h200):
     assert rungs(8) == [4, 4, 3, 3, EIGHT_WARPS] and rungs(16) == [4, 3, 4, 4, EIGHT_WARPS]
     assert rungs(8, head_dim=64) == [4, 4, 4, 3, 3]
     for fastest in (rungs, rungs_ahead):  # of more pairs than SMs
-        assert fastest(500) == [4, 4, *[EIGHT_WARPS] * 3] and set(fastest(500, head_dim=64)) == {3}
+        assert fastest(500) == [4, 4, *[IN_STEP] * 3] and set(fastest(500, head_dim=64)) == {3}
     assert rungs(8, rows=32) == rungs_ahead(8, rows=32) == [4, 4, *[EIGHT_WARPS] * 3]
 
 

@@ -11,6 +11,9 @@ constexpr int MOST_HEADS = 4;  // of a group, that share a read of its keys
 template <typename T, int D>
 struct Newest {
   alignas(16) T q[MOST_HEADS][D], k[D], v[D];
+
+  static constexpr int VECTORS = D * sizeof(T) / 16;  // of k, and of v
+  DEVICE const uint4& vector(bool of_v, int i) const { return reinterpret_cast<const uint4*>(of_v ? v : k)[i]; }
 };
 
 // What the warps know of the heads in the end, each from its keys: sums of P V that are not yet divided by l.
@@ -23,17 +26,19 @@ struct Parts {
 
 // 16 bytes of a tile, whose rows of 128 bytes are swizzled.
 template <int KEYS>
+DEVICE int place_in_tile(int key, int i) { return (i / 8 * KEYS + key) * 128 + (i % 8 ^ key % 8) * 16; }
+template <int KEYS>
 DEVICE const uint4* in_tile(const uint8_t* tile, int key, int i) {
-  return reinterpret_cast<const uint4*>(tile + (i / 8 * KEYS + key) * 128 + (i % 8 ^ key % 8) * 16);
+  return reinterpret_cast<const uint4*>(tile + place_in_tile<KEYS>(key, i));
 }
 // The newest key and value take the place of what the cache had there.
 template <int KEYS, typename T, int D>
 DEVICE void put_into_tile(uint8_t* tile, int key, const Newest<T, D>& newest) {
-  constexpr int VECTORS = D * sizeof(T) / 16, TILE = KEYS * D * sizeof(T);
+  constexpr int VECTORS = Newest<T, D>::VECTORS, TILE = KEYS * D * sizeof(T);
   for (int n = threadIdx.x; n < 2 * VECTORS; n += COMPUTE) {
+    const int i = n % VECTORS;
     const bool is_v = n >= VECTORS;
-    const uint4* to = in_tile<KEYS>(tile + is_v * TILE, key, n % VECTORS);
-    *const_cast<uint4*>(to) = reinterpret_cast<const uint4*>(is_v ? newest.v : newest.k)[n % VECTORS];
+    *reinterpret_cast<uint4*>(tile + is_v * TILE + place_in_tile<KEYS>(key, i)) = newest.vector(is_v, i);
   }
   fence_async_proxy();  // TMA writes to this stage again
 }

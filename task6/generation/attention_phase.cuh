@@ -179,7 +179,7 @@ template <typename T, int X_ROWS, int D>
 DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS, D>& mem, Stage& stage,
                    unsigned tag_read, unsigned tag_written) {
   constexpr bool WORDS = TAGGED<X_ROWS>;
-  constexpr int VECTORS = D * sizeof(T) / 16;
+  constexpr int VECTORS = Newest<T, D>::VECTORS;
   using Attention = AttentionOf<T, D>;
 
   for (int i = blockIdx.x; i < m.items(); i += gridDim.x) {
@@ -204,9 +204,9 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
     attention.put(mem.parts, item.heads);
     meet();  // the warps' parts complete
     if (m.sets == 1 && item.has_newest() && threadIdx.x < 2 * VECTORS) {
+      const int i = threadIdx.x % VECTORS;
       const bool is_v = threadIdx.x >= VECTORS;
-      reinterpret_cast<uint4*>(newest_place(m, layer, item, is_v))[threadIdx.x % VECTORS] =
-          reinterpret_cast<const uint4*>(is_v ? mem.parts.newest.v : mem.parts.newest.k)[threadIdx.x % VECTORS];
+      reinterpret_cast<uint4*>(newest_place(m, layer, item, is_v))[i] = mem.parts.newest.vector(is_v, i);
     }
     for (int n = threadIdx.x; n < item.heads * D; n += COMPUTE) {
       const int h = n / D, column = n % D;
