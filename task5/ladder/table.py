@@ -1,5 +1,6 @@
 """What was measured, as people read it: RESULTS.md between its markers, and the terminal's tables."""
 
+import re
 from collections.abc import Iterable
 
 from common.marked import replace, write_atomically
@@ -68,11 +69,11 @@ def _us(microseconds: float | None) -> str:
 
 
 def reasons(times: Times) -> list[str]:
-    """Why sides are missing, and for how many shapes."""
+    """Why sides are missing, and for how many shapes. Of a file that an error names, without its folders."""
     shapes: dict[tuple[str, str], list[str]] = {}
     for key, found in times.shapes.items():
-        for item in found.left_out.items():
-            shapes.setdefault(item, []).append(key)
+        for side, reason in found.left_out.items():
+            shapes.setdefault((side, re.sub(r"/\S*/(?=\S)", "", reason)), []).append(key)
     return [
         f"{side}, {keys[0] if len(keys) == 1 else f'{len(keys)} shapes'}: {reason}"
         for (side, reason), keys in sorted(shapes.items())

@@ -289,8 +289,13 @@ def test_results_are_filled_in_between_the_markers_only(ladder):
 
 
 def test_why_sides_are_missing():
-    found = times({LARGE: at({}, XQA="gone"), SHORT: at({}, XQA="gone", FA3="old")})
-    assert table.reasons(found) == [f"FA3, {SHORT.key}: old", "XQA, 2 shapes: gone"]
+    full = "full at /a/b-1/c.h:49: 1 / 2"
+    found = times({LARGE: at({}, XQA="gone"), SHORT: at({}, XQA="gone", FA3="old", cuDNN=full)})
+    assert table.reasons(found) == [
+        f"FA3, {SHORT.key}: old",
+        "XQA, 2 shapes: gone",
+        f"cuDNN, {SHORT.key}: full at c.h:49: 1 / 2",
+    ]
 
 
 def test_the_committed_results_are_what_is_rendered_from_the_record():
