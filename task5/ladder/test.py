@@ -547,7 +547,7 @@ def test_eight_warps_are_for_head_dims_up_to_128(rung):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
-@pytest.mark.parametrize("rung", [1, 3, 5, 6])
+@pytest.mark.parametrize("rung", [1, 3, 5, 6, 7])
 def test_the_check_build_finds_nothing(rung):
     from common.build import using
 
