@@ -66,10 +66,10 @@ struct Cluster {
       w.step_bits = bits_of_leaves(31 - __clz(a.chunks), 31 - __clz(w.s.tiles), a.leaf_tile_bits);
       w.leaf = first_leaf(warp, warps, w.step_bits), w.leaf_end = first_leaf(warp + 1, warps, w.step_bits);
       w.tile = w.leaf < w.leaf_end ? reversed(w.leaf, w.step_bits) : w.end;
-    } else if (PAGED && !IN_STEP && (warps > 4 || w.s.tiles < 4 << warps)) {  // its pages would be far apart, or more
-      w.step_bits = 0, w.tile = w.s.tiles * warp >> warps, w.end = w.s.tiles * (warp + 1) >> warps;
-    } else {
-      w.step_bits = warps, w.tile = warp;
+    } else {  // with pages not where a warp's would be far apart, or more; by selects, as a branch takes 0.1 us
+      const bool in_order = !PAGED || IN_STEP || (warps <= 4 && w.s.tiles >= 4 << warps);
+      w.step_bits = in_order ? warps : 0, w.tile = in_order ? warp : w.s.tiles * warp >> warps;
+      w.end = in_order ? w.s.tiles : w.s.tiles * (warp + 1) >> warps;
     }
   }
   DEVICE bool any(const Walk& w) const { return w.tile < w.end; }

@@ -1,7 +1,8 @@
 // The kernel around the arithmetic: K and V on their way to shared memory while earlier ones are computed with.
 //
 // Every warp has a pipeline of its own: cp.async brings its KEYS keys of a tile and their values, a few tiles ahead.
-// The warps meet only at the end of a segment, or of a chunk, where their parts are merged. The pipeline runs on.
+// The warps meet only at the end of a segment, or of a chunk, where their parts are merged, but for rung 7's, which do at
+// each tile. The pipeline runs on.
 // `Math` is what a warp does with keys and with values: tensor_cores.cuh, fp32.cuh. `Sharing` says which tiles are a
 // warp's, whether a tile is of one warp or of all, and how the parts of a pair's blocks are merged: equal_shares.cuh,
 // cluster.cuh.
