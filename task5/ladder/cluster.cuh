@@ -54,8 +54,7 @@ struct Cluster {
     __syncwarp();
     start_in_cluster();
   }
-  template <bool PAGED>
-  DEVICE void find(const Decode& a, Walk& w) {
+  DEVICE void find(const Decode& a, bool paged, Walk& w) {
     w.b = blockIdx.z;
     w.at(a, blockIdx.y);
     known = lengths(a, w.b);
@@ -67,7 +66,7 @@ struct Cluster {
       w.leaf = first_leaf(warp, warps, w.step_bits), w.leaf_end = first_leaf(warp + 1, warps, w.step_bits);
       w.tile = w.leaf < w.leaf_end ? reversed(w.leaf, w.step_bits) : w.end;
     } else {  // with pages not where a warp's would be far apart, or more; by selects, as a branch takes 0.1 us
-      const bool in_order = !PAGED || IN_STEP || (warps <= 4 && w.s.tiles >= 4 << warps);
+      const bool in_order = !paged || IN_STEP || (warps <= 4 && w.s.tiles >= 4 << warps);
       w.step_bits = in_order ? warps : 0, w.tile = in_order ? warp : w.s.tiles * warp >> warps;
       w.end = in_order ? w.s.tiles : w.s.tiles * (warp + 1) >> warps;
     }

@@ -24,8 +24,7 @@ struct EqualShares {
   int2 known, now;
 
   // Finds the share, and its first tile. Every warp does so for itself.
-  template <bool>
-  DEVICE void find(const Decode& a, Walk& w) {
+  DEVICE void find(const Decode& a, bool, Walk& w) {
     const int lane = threadIdx.x % 32, pairs = a.pairs();
     known = lengths_of_lane(a);
     total = lane < a.batch ? units_of(a, known) : 0;

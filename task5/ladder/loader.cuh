@@ -1,0 +1,336 @@
+// K and V on their way to shared memory: every warp has cp.async bring its KEYS keys of a tile and their values, a few
+// tiles ahead of where they are used.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "decode.cuh"
+#include "ptx.cuh"
+
+#ifdef __CUDACC__
+// An address in shared memory. ptxas of CUDA 13.0 must not know that lanes have a base in common: it would take that as
+// a second operand of a copy with a policy, and overwrite half of the policy with it.
+using SharedAddress = uint32_t;
+DEVICE SharedAddress shared_address_of_lane(void* place) {
+  return __shfl_sync(~0u, uint32_t(__cvta_generic_to_shared(place)), threadIdx.x % 32);
+}
+// A copy of what is read once: L2 drops it first. Writes zeros and reads nothing where `inside` is 0.
+DEVICE void copy_once(SharedAddress to, const void* from, unsigned inside, uint64_t policy) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  cp_async<16>(__cvta_shared_to_generic(to), from, inside);
+#else
+  asm volatile(
+      "{\n.reg .pred outside;\nsetp.eq.u32 outside, %2, 0;\n"
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, outside, %3;\n}" ::"r"(to),
+      "l"(from), "r"(inside), "l"(policy) : "memory");
+#endif
+}
+DEVICE uint64_t policy_once() {
+  uint64_t policy = 0;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+// Has it computed here: not behind a wait.
+template <typename X>
+DEVICE void compute_here(const X*& pointer) {
+  asm volatile("" : "+l"(pointer));
+}
+DEVICE void compute_here(int& x) { asm volatile("" : "+r"(x)); }
+#else
+using SharedAddress = uintptr_t;
+DEVICE SharedAddress shared_address_of_lane(void* place) { return reinterpret_cast<SharedAddress>(place); }
+DEVICE void copy_once(SharedAddress to, const void* from, unsigned inside, uint64_t, CUDA_ON_CPU_CALLER) {
+  cp_async<16>(reinterpret_cast<void*>(to), from, inside != 0, file, line);
+}
+DEVICE uint64_t policy_once() { return 0; }
+template <typename X>
+DEVICE void compute_here(X&) {}
+#endif
+
+template <typename Math, typename Sharing>
+struct Shared {
+  using T = typename Math::T;
+  static constexpr int STAGE = 2 * WARPS * Math::KEYS * Math::D * sizeof(T);  // a tile of each warp: keys and values
+  static constexpr int STAGES = KV_BYTES / STAGE > 2 ? KV_BYTES / STAGE : 2;
+  float m[WARPS][Math::ROWS], l[WARPS][Math::ROWS];  // the warps' parts
+  alignas(16) typename Sharing::template Buffer<Math::ROWS, Math::D> buffer;
+  alignas(128) T Q[Math::ROWS][Math::D];
+  alignas(128) T KV[STAGES][2][WARPS][Math::KEYS][Math::D];  // in the end the warps' O_i
+
+  static constexpr int O_BYTES = WARPS * Math::ROWS * Math::D * sizeof(float);
+  static_assert(O_BYTES <= STAGES * STAGE, "room for the warps' O_i");
+  // Of a block whose warps have so many tiles at most.
+  static int bytes(int64_t tiles) {
+    const int64_t stages = max(tiles, int64_t(O_BYTES + STAGE - 1) / STAGE);
+    return sizeof(Shared) - (STAGES - min(stages, int64_t(STAGES))) * STAGE;
+  }
+};
+
+// A warp's tiles, a few ahead of where they are used.
+template <typename Math, typename Sharing, bool PAGED>
+struct Loader {
+  using T = typename Math::T;
+  static constexpr int PIECE = 16 / sizeof(T), PIECES = Math::D / PIECE;  // a row is copied in pieces of 16 bytes
+  static constexpr int LANES = PIECES < 32 ? PIECES : 32, AT_ONCE = 32 / LANES;  // rows that the warp copies at once
+  static constexpr int GROUPS = (Math::KEYS + 15) / 16;  // 16 keys are never on two pages
+  static constexpr int ROWS = Math::KEYS / GROUPS, OF_LANE = ROWS / AT_ONCE;  // rows of a group; of a lane
+  static constexpr int HELD = 32 / GROUPS;  // tiles whose places are in the warp's registers, where there are pages
+  static constexpr unsigned ALL = (1u << GROUPS) - 1, NOWHERE = ~0u;
+  // The first tiles are found before the wait: with pages, to find a tile takes longer than to load it.
+  static constexpr bool FINDS_AHEAD = PAGED && !Sharing::SEVERAL_SEGMENTS;
+  static constexpr int AHEAD = Shared<Math, Sharing>::STAGES - 1;
+
+  // Where a tile is: this lane's piece of each group's first row, that row's place among the keys that are seen by some
+  // row of q, and which of the lane's rows are.
+  struct Tile {
+    bool any;  // or there is none
+    const T *k[GROUPS], *v[GROUPS];
+    int place[GROUPS];
+    unsigned seen[GROUPS];  // bit i: row i * AT_ONCE behind the first
+    unsigned missing;       // bit n: group n is on no page
+  };
+  Walk walk;
+  uint64_t policy;
+  Tile first[FINDS_AHEAD ? AHEAD : 1], next;
+  unsigned missing;          // of the stages: bits GROUPS * i and on of stage i
+  const T *k_head, *v_head;  // this lane's piece of the kv head's first rows
+  int keys;                  // that some row sees
+  SharedAddress to;          // where, in the first stage, this lane's piece of the warp's first row goes
+  // With pages, each lane has the place of a group, in pieces from k_head and v_head on, NOWHERE on no page: together
+  // those of HELD tiles, of which `used` are behind this warp. And of as many tiles behind them the number of a page:
+  // its group is of tile_of_lane.
+  int used, tile_of_lane, leaf_of_lane, next_number;
+  unsigned k_of_lane, v_of_lane;
+  const int* page;  // where the number of this lane's first page is
+  int found, then;  // that number before and after the launch ahead of this one is complete
+
+  // Finds the first tile of a share, if it has one, or the first tiles. They stay in registers.
+  DEVICE void start(const Decode& a, T* stages, bool any) {
+    const int lane = threadIdx.x % 32;
+    const int own = threadIdx.x / 32 * (Math::KEYS * Math::D) + Math::offset(lane / LANES, lane % LANES);
+    to = shared_address_of_lane(stages + own);
+    next.any = any, missing = next.missing = 0;
+    if constexpr (PAGED) {
+      hold_from_here();
+      page = any ? page_of(a) : nullptr;
+      found = number(page);
+      compute_here(page);
+    }
+    begin(a, PAGED ? found : 0);
+    find_here(next);
+    if constexpr (FINDS_AHEAD) {
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) {
+        if (i > 0) {
+          const int before = walk.tile;
+          walk.template advance<Sharing::TREE>(), ++used;
+          next.any = next.any && walk.tile < walk.end;
+          go_further(a, walk.tile - before), find_here(next);
+        }
+        first[i] = next;
+      }
+    }
+  }
+  // The numbers of the first tiles' pages as they are now, and whether they are what they were.
+  DEVICE void read_again() {
+    if constexpr (PAGED) then = number(page);
+  }
+  DEVICE bool holds() const { return !PAGED || __all_sync(~0u, then == found); }
+  DEVICE void find_next_pages(const Decode& a) {
+    if constexpr (PAGED) {
+      const bool any = Sharing::TREE || walk.tile + ((HELD - used) << walk.step_bits) < walk.end;
+      if (next.any && any) skip(tile_of_lane, leaf_of_lane, HELD), next_number = number(page_of(a));
+    }
+  }
+
+  // Whether the launch ahead of this one writes none of the keys of a share's first tiles.
+  static DEVICE bool may_be_early(const Decode& a, const Walk& w) {
+    int end = w.tile + (min(AHEAD - 1, (w.end - 1 - w.tile) >> w.step_bits) << w.step_bits) + 1;
+    if constexpr (Sharing::TREE) {
+      Walk ahead = w;
+      for (int i = 1; i < AHEAD; ++i) {
+        ahead.advance<Sharing::TREE>();
+        if (ahead.tile < w.end) end = max(end, ahead.tile + 1);
+      }
+    }
+    if (Sharing::SEVERAL_SEGMENTS && end == w.end) return false;  // the next segment is found with the last tile
+    return (w.s.first + end) << a.tile_bits <= w.s.len - a.new_keys;
+  }
+  // Starts copying the first tiles to stages 0 and on.
+  DEVICE void load_first(const Decode& a) {
+    if constexpr (FINDS_AHEAD) {
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) copy_tile(a, first[i], i);
+      if (next.any) move_on(a);
+    } else {
+#pragma unroll 1  // instructions that run once have to be fetched
+      for (int stage = 0; stage < AHEAD; ++stage) {
+        copy_tile(a, next, stage);
+        if (next.any) move_on(a);
+      }
+    }
+  }
+  // Whether there is nothing to load any more.
+  DEVICE bool done() const { return !next.any; }
+  // Starts copying the next tile, if there is one, to stage `stage`.
+  DEVICE void load(const Decode& a, int stage) {
+    if (next.any && is_last()) begin_the_next_launch();
+    copy_tile(a, next, stage);
+    if (next.any) move_on(a);
+  }
+  // Whether all keys on the way have a page; bit n: keys 16 n to 16 n + 15 of a stage have.
+  DEVICE bool all_exist() const { return !PAGED || !missing; }
+  DEVICE unsigned existing(int stage) const { return PAGED ? ~missing >> GROUPS * stage : ~0u; }
+
+  // Has L2 fetch the first tile.
+  DEVICE void prefetch(const Decode& a) const {
+    constexpr int LINE = 128, LINES = Math::D * sizeof(T) / LINE;  // of a row
+    const int lane = threadIdx.x % 32;
+    const Tile& tile = FINDS_AHEAD ? first[0] : next;
+#pragma unroll
+    for (int n = 0; n < GROUPS; ++n) {
+#pragma unroll
+      for (int i = lane; i < ROWS * LINES; i += 32) {
+        const int row = i / LINES - lane / LANES, column = i % LINES * (LINE / int(sizeof(T))) - lane % LANES * PIECE;
+        if (!tile.seen[n] || unsigned(tile.place[n] + row) >= unsigned(keys)) continue;
+        prefetch_L2(tile.k[n] + row * a.k_strides.row + column);
+        prefetch_L2(tile.v[n] + row * a.v_strides.row + column);
+      }
+    }
+  }
+
+ private:
+  static DEVICE void find_here(Tile& tile) {
+#pragma unroll
+    for (int n = 0; n < GROUPS; ++n) compute_here(tile.k[n]), compute_here(tile.v[n]);
+  }
+  // Whether no tile comes behind `next`.
+  DEVICE bool is_last() const {
+    return walk.tile + (1 << walk.step_bits) >= walk.end && !(Sharing::TREE && walk.leaf + 1 < walk.leaf_end) &&
+           !(Sharing::SEVERAL_SEGMENTS && walk.more());
+  }
+  DEVICE int key_of(const Decode& a, int tile, int group) const {
+    return ((walk.s.first + tile) << a.tile_bits) + Sharing::first_key(Math::KEYS) + group * ROWS;
+  }
+  // So many of the warp's tiles further; behind the end if there are none.
+  DEVICE void skip(int& tile, int& leaf, int tiles) const {
+    if constexpr (Sharing::TREE) {
+      for (; leaf < walk.leaf_end; tile = reversed(++leaf, walk.step_bits)) {
+        const int left = ((walk.end - 1 - tile) >> walk.step_bits) + 1;  // of the leaf
+        if (tiles < left) break;
+        tiles -= left;
+      }
+      if (leaf >= walk.leaf_end) tile = walk.end;
+    }
+    tile += tiles << walk.step_bits;
+  }
+  // The first tiles whose places are held: from the next one on.
+  DEVICE void hold_from_here() {
+    used = 0, tile_of_lane = walk.tile, leaf_of_lane = walk.leaf;
+    skip(tile_of_lane, leaf_of_lane, threadIdx.x % 32 / GROUPS);
+  }
+  DEVICE int key_of_lane(const Decode& a) const { return key_of(a, tile_of_lane, threadIdx.x % GROUPS); }
+  // Where the number is of the page of this lane's group.
+  DEVICE const int* page_of(const Decode& a) const {
+    const int key = key_of_lane(a);
+    if (tile_of_lane >= walk.end || key >= walk.s.len) return nullptr;
+    return a.block_table + walk.b * a.table_stride + a.page_size.quotient(key);
+  }
+  static DEVICE int number(const int* page) { return page ? __ldcg(page) : -1; }
+
+  // The first tile of a segment; with pages, of those whose numbers are given.
+  DEVICE void begin(const Decode& a, int number) {
+    const int lane = threadIdx.x % 32, row = lane / LANES, column = lane % LANES * PIECE;
+    k_head = static_cast<const T*>(a.k) + walk.kv_head * a.k_strides.head + row * a.k_strides.row + column;
+    v_head = static_cast<const T*>(a.v) + walk.kv_head * a.v_strides.head + row * a.v_strides.row + column;
+    keys = max(walk.s.len - walk.s.begin, 0);
+    if constexpr (PAGED) compute_here(k_head), compute_here(v_head), compute_here(keys);
+#pragma unroll
+    for (int n = 0; n < GROUPS; ++n) {
+      const int key = key_of(a, walk.tile, n);
+      next.place[n] = key + row - walk.s.begin;
+      if constexpr (!PAGED) {
+        next.k[n] = k_head + walk.b * a.k_strides.batch + key * a.k_strides.row;
+        next.v[n] = v_head + walk.b * a.v_strides.batch + key * a.v_strides.row;
+      }
+    }
+    if constexpr (PAGED) locate(a, number);
+    find();
+  }
+  // Where this lane's group is, on the page of this number.
+  DEVICE void locate(const Decode& a, int number) {
+    const int row = a.page_size.remainder(key_of_lane(a));
+    const bool inside = unsigned(number) < unsigned(a.pages);
+    k_of_lane = inside ? (number * a.k_strides.batch + row * a.k_strides.row) / unsigned(PIECE) : NOWHERE;
+    v_of_lane = inside ? (number * a.v_strides.batch + row * a.v_strides.row) / unsigned(PIECE) : NOWHERE;
+  }
+  DEVICE void find() {
+    next.missing = 0;
+#pragma unroll
+    for (int n = 0; n < GROUPS; ++n) {
+      const int begin = ceil_div(min(max(-next.place[n], 0), ROWS), AT_ONCE);
+      const int end = ceil_div(min(max(keys - next.place[n], 0), ROWS), AT_ONCE);
+      next.seen[n] = ((1u << end) - 1) & (~0u << begin);
+      if constexpr (PAGED) {
+        const int lane = used * GROUPS + n;
+        const unsigned from = __shfl_sync(~0u, k_of_lane, lane);
+        next.k[n] = k_head + uint64_t(from) * PIECE;
+        next.v[n] = v_head + uint64_t(__shfl_sync(~0u, v_of_lane, lane)) * PIECE;
+        if (from == NOWHERE) next.seen[n] = 0, next.missing |= 1u << n;
+      }
+    }
+  }
+  DEVICE void go_further(const Decode& a, int tiles) {
+    const int step = tiles * (1 << a.tile_bits);
+#pragma unroll
+    for (int n = 0; n < GROUPS; ++n) {
+      next.place[n] += step;
+      if constexpr (!PAGED) next.k[n] += step * a.k_strides.row, next.v[n] += step * a.v_strides.row;
+    }
+    find();
+  }
+  DEVICE void move_on(const Decode& a) {
+    const int before = walk.tile;
+    walk.template advance<Sharing::TREE>();
+    if (walk.tile < walk.end) {
+      if (PAGED && ++used == HELD) used = 0, locate(a, next_number), find_next_pages(a);
+      go_further(a, walk.tile - before);
+    } else if (Sharing::SEVERAL_SEGMENTS && walk.more()) {
+      walk.next_segment(a);
+      if constexpr (PAGED) hold_from_here();
+      begin(a, PAGED ? number(page_of(a)) : 0);
+      find_next_pages(a);
+    } else {
+      next.any = false;
+    }
+  }
+  // Zeros for what no row sees. Keys and values are a group of copies each, in any case.
+  DEVICE void copy_tile(const Decode& a, const Tile& tile, int stage) {
+    if (tile.any) {
+      if (PAGED && (missing | tile.missing))
+        missing = (missing & ~(ALL << GROUPS * stage)) | tile.missing << GROUPS * stage;
+#pragma unroll
+      for (int n = 0; n < GROUPS; ++n) copy(2 * stage, n, tile.k[n], a.k_strides.row, tile.seen[n]);
+    }
+    cp_async_commit();
+    if (tile.any) {
+#pragma unroll
+      for (int n = 0; n < GROUPS; ++n) copy(2 * stage + 1, n, tile.v[n], a.v_strides.row, tile.seen[n]);
+    }
+    cp_async_commit();
+  }
+  // To a half of a stage: keys, or values. Where nothing is copied the address is not read.
+  DEVICE void copy(int half, int group, const T* from, int64_t stride, unsigned seen) const {
+    constexpr int ROW = Math::D * sizeof(T);  // bytes
+    const SharedAddress start = to + (half * WARPS * Math::KEYS + group * ROWS) * ROW;
+#pragma unroll
+    for (int i = 0; i < OF_LANE; ++i) {
+      const int row = i * AT_ONCE, swizzle = (Math::offset(row, 0) - row * Math::D) * int(sizeof(T));
+#pragma unroll
+      for (int piece = 0; piece < PIECES; piece += LANES)
+        copy_once((start ^ swizzle) + row * ROW + piece * 16, from + row * stride + piece * PIECE, seen & 1u << i,
+                  policy);
+    }
+  }
+};
