@@ -18,9 +18,9 @@ from task4.attention import TILES, flash_attention, tile_fits
 from task4.ladder import RUNGS, ladder_attention
 from task5.attention import flash_attention_decode, update_kv_cache
 from task5.ladder import append_rope, decode_attention
-from task5.ladder.call import KEYS_AS_ROWS, OF_EIGHT_WARPS
-from task5.ladder.call import RUNGS as DECODE_RUNGS
 from task5.ladder.chunk import chunk_attention
+from task5.ladder.plan import KEYS_AS_ROWS, OF_EIGHT_WARPS
+from task5.ladder.plan import RUNGS as DECODE_RUNGS
 from task6.generation.product import product
 from task6.rope import RoPE, apply_rotary_emb
 

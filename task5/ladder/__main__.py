@@ -26,6 +26,7 @@ SOURCES = (
     "task5/ladder/*.cu",
     "task5/ladder/*.cuh",
     "task5/ladder/call.py",
+    "task5/ladder/plan.py",
     "task5/ladder/chunk.py",
 )
 # Of a chunk of a prompt: its kernel, task 4's ladder, and what chooses between them.

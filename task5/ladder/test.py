@@ -11,9 +11,11 @@ from common.check import assert_close
 from common.check.rng import new_seed
 from common.tests.devices import DEVICE, of_gpus_hopper
 from task5.ladder import append_rope, call, decode_attention
-from task5.ladder.call import KEYS_AS_ROWS, OF_EIGHT_WARPS, ON_CPU, ONE_TREE
+from task5.ladder.call import ON_CPU
+from task5.ladder.plan import KEYS_AS_ROWS, OF_EIGHT_WARPS, ONE_TREE, plan
+from task5.ladder.plan import RUNGS as ALL_RUNGS
 
-RUNGS = [1, *(pytest.param(n, marks=of_gpus_hopper) for n in call.RUNGS[1:]), None]
+RUNGS = [1, *(pytest.param(n, marks=of_gpus_hopper) for n in ALL_RUNGS[1:]), None]
 HALVES = (torch.float16, torch.bfloat16)
 LENGTHS = (1, 63, 64, 65, 200, 333, 700) if DEVICE == "cpu" else (1, 64, 65, 333, 700, 2500, 5000)
 CASES = 40 if DEVICE == "cpu" else 200
@@ -221,7 +223,7 @@ def test_blocks_that_are_no_cluster_share_a_pair(monkeypatch, rung, batch_invari
     given = dict(rung=rung, batch_invariant=batch_invariant)
     given["seqlens_k"] = torch.tensor([9000, 77], dtype=torch.int32, device=DEVICE)
     monkeypatch.setattr(call, "sms_of", lambda device: 64)
-    call._plan.cache_clear()
+    plan.cache_clear()
     launch, slots = call.Kernels.launch, []
 
     def watched(self, name, **arguments):
@@ -238,9 +240,9 @@ def test_blocks_that_are_no_cluster_share_a_pair(monkeypatch, rung, batch_invari
     monkeypatch.setattr(call, "LONG_BYTES", 0)
     monkeypatch.setattr(call, "LONG_BYTES_COMPUTE_BOUND", 0)
     monkeypatch.setattr(call, "_of_a_cluster", lambda *_: 1)
-    call._plan.cache_clear()
+    plan.cache_clear()
     several = [decode_attention(q, *caches, **given) for _ in range(2)]  # the counters are 0 again
-    call._plan.cache_clear()
+    plan.cache_clear()
     assert min(slots) > 2
     assert torch.equal(*several)
     if batch_invariant:
@@ -262,9 +264,9 @@ def test_the_most_leaves(monkeypatch, rung):
         monkeypatch.setattr(call, "sms_of", lambda device: 64)
         monkeypatch.setattr(call, "LONG_BYTES_COMPUTE_BOUND", bytes_)
         monkeypatch.setattr(call, "_of_a_cluster", lambda *_, blocks=of_a_cluster: blocks)
-        call._plan.cache_clear()
+        plan.cache_clear()
         results.append(decode_attention(q, k, v, batch_invariant=True, rung=rung))
-    call._plan.cache_clear()
+    plan.cache_clear()
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     assert (results[0] - decode_attention(q, k, v, rung=1)).abs().max() < 1e-5
 

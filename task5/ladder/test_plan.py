@@ -5,8 +5,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from task5.ladder import call
-from task5.ladder.call import EIGHT_WARPS, IN_STEP, KEYS_AS_ROWS, OF_EIGHT_WARPS, ONE_TREE
+from task5.ladder.plan import (
+    EIGHT_WARPS,
+    IN_STEP,
+    KEYS_AS_ROWS,
+    OF_EIGHT_WARPS,
+    ONE_TREE,
+    Call,
+    fastest,
+    fastest_ahead,
+    plan,
+)
 
 
 @pytest.fixture
@@ -24,14 +33,13 @@ def h200(monkeypatch):
         answers |= {"shared_memory_bytes": 80 * 1024, "clusters_at_once": fit}
         return answers[name]
 
-    monkeypatch.setattr(call, "is_hopper", lambda device: True)
-    monkeypatch.setattr(call._Call, "query", query)
+    monkeypatch.setattr(Call, "query", query)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    call._plan.cache_clear()
-    yield lambda rows=4, head_dim=128, dtype=0: call._Call(
-        torch.device("cuda", 0), dtype, head_dim, rows
+    plan.cache_clear()
+    yield lambda rows=4, head_dim=128, dtype=0: Call(
+        torch.device("cuda", 0), dtype, head_dim, rows, gpu.multi_processor_count, hopper=True
     )
-    call._plan.cache_clear()
+    plan.cache_clear()
 
 
 def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
@@ -41,12 +49,12 @@ def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
             for batch in (1, 3, 64):
                 for kv_len in (1, 100, 5000, 200_000):
                     for page_size in (None, 16, 64):
-                        for choose in (call._fastest, call._fastest_ahead):
+                        for choose in (fastest, fastest_ahead):
                             shared = h200(**shape), batch * kv_heads, kv_len
                             rung = choose(*shared, True, page_size) or 4
-                            plan = call._plan(shared[0], batch, kv_heads, kv_len, True, rung)
+                            work = plan(shared[0], batch, kv_heads, kv_len, True, rung)
                             rungs.add(rung)
-                            leaves.add(plan.chunks)
+                            leaves.add(work.chunks)
             assert rungs <= set(ONE_TREE) and len(leaves) == 1
     for wide, rung in (
         (dict(head_dim=256), 4),
@@ -54,13 +62,13 @@ def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
         (dict(rows=33), 5),
     ):
         chosen = {
-            call._fastest(h200(dtype=2, **wide), heads, kv_len, True, page_size)
+            fastest(h200(dtype=2, **wide), heads, kv_len, True, page_size)
             for heads in (1, 8, 500)
             for kv_len in (9, 99_999)
             for page_size in (None, 16)
         }
         assert chosen == {rung}
-        assert call._fastest_ahead(h200(dtype=2, **wide), 8, 99_999, True, None) is None
+        assert fastest_ahead(h200(dtype=2, **wide), 8, 99_999, True, None) is None
 
 
 @pytest.mark.parametrize(
@@ -78,20 +86,20 @@ def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
     ],
 )
 def test_the_rung_of_float32(h200, batch, kv_heads, kv_len, rung, blocks):
-    assert call._fastest(h200(), batch * kv_heads, kv_len, False, None) == rung
-    plan = call._plan(h200(), batch, kv_heads, kv_len, False, rung)
-    assert plan.blocks == blocks
-    assert plan.slots == (blocks if kv_len == 131072 else 0)  # the blocks of a pair are no cluster
-    assert call._fastest(h200(head_dim=256), batch * kv_heads, kv_len, False, None) == 1
+    assert fastest(h200(), batch * kv_heads, kv_len, False, None) == rung
+    work = plan(h200(), batch, kv_heads, kv_len, False, rung)
+    assert work.blocks == blocks
+    assert work.slots == (blocks if kv_len == 131072 else 0)  # the blocks of a pair are no cluster
+    assert fastest(h200(head_dim=256), batch * kv_heads, kv_len, False, None) == 1
 
 
 def test_two_blocks_share_an_sm_where_each_has_much_to_do(h200):
-    assert [call._plan(h200(), 16, 8, n, False, 4).blocks for n in (2048, 8192)] == [128, 256]
+    assert [plan(h200(), 16, 8, n, False, 4).blocks for n in (2048, 8192)] == [128, 256]
 
 
 def test_rung_7_reads_long_caches_in_order(h200):
     def rung(heads, kv_len, invariant=False, page_size=None, **shape):
-        return call._fastest(h200(**{"dtype": 2} | shape), heads, kv_len, invariant, page_size)
+        return fastest(h200(**{"dtype": 2} | shape), heads, kv_len, invariant, page_size)
 
     assert rung(128, 8192) == rung(8, 131072) == rung(128, 8192, True) == IN_STEP
     assert rung(128, 8192, page_size=64) == rung(128, 4096) == rung(256, 8192) == 4
@@ -130,7 +138,7 @@ def test_rung_7_reads_long_caches_in_order(h200):
     ],
 )
 def test_the_rung_of_16_bits(h200, heads, kv_len, shape, rung):
-    assert call._fastest(h200(dtype=2, **shape), heads, kv_len, False, None) == rung
+    assert fastest(h200(dtype=2, **shape), heads, kv_len, False, None) == rung
 
 
 @pytest.mark.parametrize(
@@ -161,11 +169,11 @@ def test_the_rung_of_16_bits(h200, heads, kv_len, shape, rung):
     ],
 )
 def test_the_rung_where_keys_are_loaded_ahead(h200, heads, kv_len, shape, rung):
-    assert call._fastest_ahead(h200(**{"dtype": 2} | shape), heads, kv_len, False, None) == rung
+    assert fastest_ahead(h200(**{"dtype": 2} | shape), heads, kv_len, False, None) == rung
 
 
 def test_rung_5_does_not_take_small_pages(h200):
-    rungs = [call._fastest(h200(dtype=2), 8, 8192, False, size) for size in (None, 256, 64, 48, 16)]
+    rungs = [fastest(h200(dtype=2), 8, 8192, False, size) for size in (None, 256, 64, 48, 16)]
     assert rungs == [KEYS_AS_ROWS] * 3 + [3] * 2
 
 
@@ -173,15 +181,15 @@ def test_the_rungs_of_a_batch_invariant_call(h200):
     kv_lens = (1024, 2048, 4096, 8192, 16384)
 
     def rungs(heads, **shape):
-        return [call._fastest(h200(dtype=2, **shape), heads, n, True, None) for n in kv_lens]
+        return [fastest(h200(dtype=2, **shape), heads, n, True, None) for n in kv_lens]
 
     def rungs_ahead(heads, **shape):
-        return [call._fastest_ahead(h200(dtype=2, **shape), heads, n, True, None) for n in kv_lens]
+        return [fastest_ahead(h200(dtype=2, **shape), heads, n, True, None) for n in kv_lens]
 
     assert rungs(8) == [4, 4, 3, 3, EIGHT_WARPS] and rungs(16) == [4, 3, 4, 4, EIGHT_WARPS]
     assert rungs(8, head_dim=64) == [4, 4, 4, 3, 3]
-    for fastest in (rungs, rungs_ahead):  # of more pairs than SMs
-        assert fastest(500) == [4, 4, *[IN_STEP] * 3] and set(fastest(500, head_dim=64)) == {3}
+    for of in (rungs, rungs_ahead):  # of more pairs than SMs
+        assert of(500) == [4, 4, *[IN_STEP] * 3] and set(of(500, head_dim=64)) == {3}
     assert rungs(8, rows=32) == rungs_ahead(8, rows=32) == [4, 4, *[EIGHT_WARPS] * 3]
 
 
@@ -195,5 +203,5 @@ def test_the_rungs_of_a_batch_invariant_call(h200):
     ],
 )
 def test_the_blocks_of_rung_5(h200, batch, kv_heads, kv_len, blocks, parts):
-    plan = call._plan(h200(dtype=2), batch, kv_heads, kv_len, False, KEYS_AS_ROWS)
-    assert (plan.blocks, plan.slots) == (blocks, parts)
+    work = plan(h200(dtype=2), batch, kv_heads, kv_len, False, KEYS_AS_ROWS)
+    assert (work.blocks, work.slots) == (blocks, parts)
