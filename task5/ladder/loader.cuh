@@ -77,8 +77,9 @@ struct Loader {
   static constexpr int ROWS = Math::KEYS / GROUPS, OF_LANE = ROWS / AT_ONCE;  // rows of a group; of a lane
   static constexpr int HELD = 32 / GROUPS;  // tiles whose places are in the warp's registers, where there are pages
   static constexpr unsigned ALL = (1u << GROUPS) - 1, NOWHERE = ~0u;
-  // The first tiles are found before the wait: with pages, to find a tile takes longer than to load it.
-  static constexpr bool FINDS_AHEAD = PAGED && !Sharing::SEVERAL_SEGMENTS;
+  // The first tiles are found before the wait: with pages, to find a tile takes longer than to load it. But a block of
+  // eight warps is alone on its SM, and loads the first tile before it finds the next.
+  static constexpr bool FINDS_AHEAD = PAGED && !Sharing::SEVERAL_SEGMENTS && WARPS == 4;
   static constexpr int AHEAD = Shared<Math, Sharing>::STAGES - 1;
 
   // Where a tile is: this lane's piece of each group's first row, that row's place among the keys that are seen by some
@@ -102,8 +103,9 @@ struct Loader {
   // its group is of tile_of_lane.
   int used, tile_of_lane, leaf_of_lane, next_number;
   unsigned k_of_lane, v_of_lane;
-  const int* page;  // where the number of this lane's first page is
-  int found, then;  // that number before and after the launch ahead of this one is complete
+  const int* table;  // of the sequence's pages
+  int page;          // where in it the number of this lane's first page is, or -1
+  int found, then;   // that number before and after the launch ahead of this one is complete
 
   // Finds the first tile of a share, if it has one, or the first tiles. They stay in registers.
   DEVICE void start(const Decode& a, T* stages, bool any) {
@@ -113,7 +115,8 @@ struct Loader {
     next.any = any, missing = next.missing = 0;
     if constexpr (PAGED) {
       hold_from_here();
-      page = any ? page_of(a) : nullptr;
+      table = a.block_table + walk.b * a.table_stride;
+      page = any ? page_of(a) : -1;
       found = number(page);
       compute_here(page);
     }
@@ -231,13 +234,12 @@ struct Loader {
     skip(tile_of_lane, leaf_of_lane, threadIdx.x % 32 / GROUPS);
   }
   DEVICE int key_of_lane(const Decode& a) const { return key_of(a, tile_of_lane, threadIdx.x % GROUPS); }
-  // Where the number is of the page of this lane's group.
-  DEVICE const int* page_of(const Decode& a) const {
+  // Where in the table the number is of the page of this lane's group.
+  DEVICE int page_of(const Decode& a) const {
     const int key = key_of_lane(a);
-    if (tile_of_lane >= walk.end || key >= walk.s.len) return nullptr;
-    return a.block_table + walk.b * a.table_stride + a.page_size.quotient(key);
+    return tile_of_lane < walk.end && key < walk.s.len ? a.page_size.quotient(key) : -1;
   }
-  static DEVICE int number(const int* page) { return page ? __ldcg(page) : -1; }
+  DEVICE int number(int page) const { return page < 0 ? -1 : __ldcg(table + page); }
 
   // The first tile of a segment; with pages, of those whose numbers are given.
   DEVICE void begin(const Decode& a, int number) {
@@ -258,12 +260,14 @@ struct Loader {
     if constexpr (PAGED) locate(a, number);
     find();
   }
+  // In 32 bits, as far as what is added up from it is below NOWHERE, or nothing.
+  static DEVICE unsigned pieces(int64_t stride) { return unsigned(uint64_t(stride) / PIECE); }
   // Where this lane's group is, on the page of this number.
   DEVICE void locate(const Decode& a, int number) {
     const int row = a.page_size.remainder(key_of_lane(a));
     const bool inside = unsigned(number) < unsigned(a.pages);
-    k_of_lane = inside ? (number * a.k_strides.batch + row * a.k_strides.row) / unsigned(PIECE) : NOWHERE;
-    v_of_lane = inside ? (number * a.v_strides.batch + row * a.v_strides.row) / unsigned(PIECE) : NOWHERE;
+    k_of_lane = inside ? number * pieces(a.k_strides.batch) + row * pieces(a.k_strides.row) : NOWHERE;
+    v_of_lane = inside ? number * pieces(a.v_strides.batch) + row * pieces(a.v_strides.row) : NOWHERE;
   }
   DEVICE void find() {
     next.missing = 0;
@@ -298,7 +302,7 @@ struct Loader {
       go_further(a, walk.tile - before);
     } else if (Sharing::SEVERAL_SEGMENTS && walk.more()) {
       walk.next_segment(a);
-      if constexpr (PAGED) hold_from_here();
+      if constexpr (PAGED) table = a.block_table + walk.b * a.table_stride, hold_from_here();
       begin(a, PAGED ? number(page_of(a)) : 0);
       find_next_pages(a);
     } else {
@@ -321,7 +325,9 @@ struct Loader {
     cp_async_commit();
   }
   // To a half of a stage: keys, or values. Where nothing is copied the address is not read.
-  DEVICE void copy(int half, int group, const T* from, int64_t stride, unsigned seen) const {
+  DEVICE void copy(int half, int group, const T* from, int64_t stride, unsigned rows) const {
+    int seen = int(rows);
+    compute_here(seen);  // or ptxas has each of its bits in a register of its own, ahead of the first copy
     constexpr int ROW = Math::D * sizeof(T);  // bytes
     const SharedAddress start = to + (half * WARPS * Math::KEYS + group * ROWS) * ROW;
 #pragma unroll
