@@ -17,8 +17,8 @@ from task5.ladder.plan import (
     ROWS,
     RUNGS,
     Call,
+    Choice,
     fastest,
-    fastest_ahead,
     plan,
 )
 
@@ -100,12 +100,15 @@ def decode_attention(
         q.device, dtype_code(q.dtype), head_dim, rows, sms_of(q.device), is_hopper(q.device)
     )
     page_size = None if block_table is None else k.shape[1]
+    choice = Choice(rung, new_keys is not None)
     if rung is None:
-        given = call, batch * kv_heads, kv_len, batch_invariant, page_size
-        rung = None if new_keys is None else fastest_ahead(*given)
-        if rung is None:  # nothing is loaded ahead of the wait
-            rung, new_keys = fastest(*given), None
-    work = plan(call, batch, kv_heads, kv_len, batch_invariant, rung)
+        choice = fastest(
+            call, batch * kv_heads, kv_len, batch_invariant=batch_invariant, page_size=page_size,
+            promised=new_keys is not None,
+        )  # fmt: skip
+    if not choice.ahead:
+        new_keys = None
+    work = plan(call, batch, kv_heads, kv_len, batch_invariant, choice.rung, choice.every_other_sm)
     partial, counters = None, None
     if work.floats:
         partial, counters = workspace(q.device, work.floats, work.counters)

@@ -18,7 +18,8 @@
 #include "pipeline.cuh"
 #include "several_clusters.cuh"
 
-constexpr int MOST_BLOCKS = 16;  // of a cluster
+constexpr int MOST_BLOCKS = 16;    // of a cluster
+constexpr int MOST_LEAF_BITS = 7;  // of a tree
 constexpr int WARP_BITS = WARPS == 4 ? 2 : 3;
 static_assert(1 << WARP_BITS == WARPS);
 
@@ -27,7 +28,7 @@ template <bool TREE_>
 struct Cluster {
   static constexpr bool SEVERAL_SEGMENTS = false, TREE = TREE_;
   static constexpr int TILE_WARPS = 1;  // a tile is of one warp
-  static constexpr int LEVELS = 5;      // of the tree, within a warp
+  static constexpr int LEVELS = MOST_LEAF_BITS - 2;  // of the tree, within one of four warps
   static DEVICE int first_key(int) { return 0; }
 
   // Of the quads (four columns of a row) each block merges every so manieth, of which it gets all blocks' parts.
@@ -62,7 +63,7 @@ struct Cluster {
     const int warps = bits + a.cluster_bits + WARP_BITS, warp = (blockIdx.x << WARP_BITS) + threadIdx.x / 32;
     w.end = w.s.tiles;
     if (TREE || a.chunks) {
-      w.step_bits = bits_of_leaves(31 - __clz(a.chunks), 31 - __clz(w.s.tiles), a.leaf_tile_bits);
+      w.step_bits = bits_of_leaves(31 - __clz(a.chunks), 31 - __clz(w.s.tiles));
       w.leaf = first_leaf(warp, warps, w.step_bits), w.leaf_end = first_leaf(warp + 1, warps, w.step_bits);
       w.tile = w.leaf < w.leaf_end ? reversed(w.leaf, w.step_bits) : w.end;
     } else {  // with pages not where a warp's would be far apart, or more; by selects, as a branch takes 0.1 us
@@ -114,7 +115,7 @@ struct Cluster {
     int most = 0, tile_bits = 0;
     while (2 << most <= a.chunks) ++most;
     while (2 << tile_bits <= ceil_div(a.kv_len, Math::KEYS)) ++tile_bits;
-    return 1 << bits_of_leaves(most, tile_bits, leaf_tile_bits<Math>()) > warps;
+    return 1 << bits_of_leaves(most, tile_bits) > warps;
   }
   // Of a warp.
   static int64_t most_tiles(const Decode& a, int blocks) {
@@ -147,11 +148,11 @@ struct Cluster {
     a.cluster_bits == 0 ? write<T, ROWS, D>(a, w, quad, p) : clusters<ROWS, D>(a, w).put(quad, p);
   }
   static int pairs_of(const Decode& a) { return a.kv_heads * a.row_tiles.d; }
-  // Of a tree with at most 1 << most leaves: of two tiles each, or of 1 << leaf_tile_bits where there are many, and
-  // half of the most but for the longest sequences.
-  static __host__ DEVICE int bits_of_leaves(int most, int tile_bits, int leaf_tile_bits) {
-    const int few = min(most - 1, max(min(tile_bits - 1, 5), tile_bits - leaf_tile_bits));
-    return max(0, max(few, min(most, tile_bits - 6)));
+  // Of the tree of a sequence that would have 1 << most warps by itself: half as many leaves, or a quarter, where its
+  // blocks leave every other SM to the next launch's; all of them in the longest sequences.
+  static __host__ DEVICE int bits_of_leaves(int most, int tile_bits) {
+    const int few = min(min(most - 1, max(most - 2, 5)), max(min(tile_bits - 1, 5), tile_bits - 2));
+    return max(0, min(max(few, min(most, tile_bits - 6)), MOST_LEAF_BITS));
   }
   // Of 1 << leaves, where 1 << warps warps share them.
   static DEVICE int first_leaf(int warp, int warps, int leaves) {

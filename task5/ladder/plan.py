@@ -29,13 +29,13 @@ MOST_CLUSTERS = 8  # of a pair, in rung 5
 MANY_KEYS = 512  # of a block of rung 5, so that more clusters pay
 # Bytes of K and V from which blocks without clusters are faster in rungs 3, 4, 6 and 7: memory-bound, compute-bound.
 LONG_BYTES, LONG_BYTES_COMPUTE_BOUND = 400e6, 100e6
-TILES_OF_A_LEAF = (
-    64  # as in bits_of_leaves() of cluster.cuh: with fewer, half of the leaves are used
-)
+# As in bits_of_leaves() of cluster.cuh.
+TILES_OF_A_LEAF = 64  # with fewer, a half or a quarter of the leaves are used
+MOST_LEAVES = 128
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see fastest()
-KEYS_OF_ALL = (
-    1 << 16
-)  # of all kv heads, 500 for an SM: where rung 6 begins to be faster, see fastest_ahead()
+# Keys of all kv heads, head_dim 128 or twice as many of 64: where all SMs begin to be faster than every other one,
+# where they stop to be, and where they are again. See _fastest_of_few_pairs().
+FEW_KEYS, MEDIUM_KEYS, MOST_KEYS = 20_000, 40_000, 1 << 18
 LONG_BOX = 64  # keys of a page: of fewer, rung 5's copies are too small
 ROWS = 16  # of q in a pair of rungs 3, 4, 6 and 7, at most; in 16 bits
 
@@ -79,65 +79,108 @@ class Plan(NamedTuple):
     counters: int = 0
 
 
+class Choice(NamedTuple):
+    """How a call is made."""
+
+    rung: int
+    ahead: bool = False  # keys are loaded ahead of the wait, which the caller has to allow
+    every_other_sm: bool = False  # its blocks leave the other SMs to those of the launch behind it
+
+
 def fastest(
-    call: Call, heads: int, kv_len: int, batch_invariant: bool, page_size: int | None
-) -> int:
-    """The rung that is the fastest for ``heads`` kv heads of all sequences, as NOTES.md has measured it.
+    call: Call,
+    heads: int,
+    kv_len: int,
+    *,
+    batch_invariant: bool = False,
+    page_size: int | None = None,
+    promised: bool = False,
+) -> Choice:
+    """The fastest for ``heads`` kv heads of all sequences, as NOTES.md has measured it.
 
     Batch-invariant, a sequence has the same bits from rungs 3, 4, 6 and 7, and others from 5: which of the two it is,
     is told from what is the same in any batch, and whatever room there is.
+
+    Args:
+        promised: whether keys may be loaded ahead of the wait.
     """
     sms = call.sms
     if not call.hopper:
-        return 1
-    if _in_step(call, heads, kv_len, batch_invariant, page_size):
-        return IN_STEP
+        return Choice(1)
     if call.item_size == 4:
-        if call.head_dim == 256:
-            return 4 if batch_invariant else 1
-        return EIGHT_WARPS if 8 * heads <= sms and kv_len >= LONG_CACHE else 4
+        return Choice(_fastest_of_float32(call, heads, kv_len, batch_invariant, page_size))
+    if _in_step(call, heads, kv_len, batch_invariant, page_size):
+        return Choice(IN_STEP, promised)
     if call.rows > ROWS:
-        return _fastest_of_many_rows(call, heads, kv_len, batch_invariant)
+        rung = _fastest_of_many_rows(call, heads, kv_len, batch_invariant)
+        return Choice(rung, promised and rung != KEYS_AS_ROWS)
     if call.head_dim == 256:  # no two blocks fit on an SM
-        return 4 if batch_invariant or heads <= sms else 1
+        return Choice(4 if batch_invariant or heads <= sms else 1)
     if heads > sms:
-        return (
-            _fastest_of_many_pairs(call, kv_len)
-            if batch_invariant
-            else 4
-            if call.head_dim == 128
-            else 3
-        )
+        rung = _fastest_of_many_pairs(call, heads, kv_len, batch_invariant, page_size)
+        return Choice(rung, promised)
+    keys = heads * kv_len * call.head_dim // 128
     if 4 * heads > sms:
-        return EIGHT_WARPS if 2 * heads <= sms and kv_len >= LONG_CACHE else 4
-    if 8 * heads > sms:
-        return EIGHT_WARPS if kv_len >= SHORT_CACHE else 4
-    if kv_len * call.head_dim >= 2 * LONG_CACHE * 128:
-        return EIGHT_WARPS
-    if kv_len < 2 * SHORT_CACHE or (32 * heads <= sms and kv_len <= LONG_CACHE):
-        return 4
-    if call.head_dim == 64:
-        return 3 if kv_len >= LONG_CACHE else 4
-    medium = kv_len < 4 * SHORT_CACHE
-    if 16 * heads <= sms:  # a cluster of 16 blocks for each
-        if batch_invariant:
-            return 4 if medium else 3
-    elif batch_invariant:
-        return 3 if medium else 4
-    elif kv_len <= 4 * SHORT_CACHE:
-        return 3
-    return 3 if (page_size or LONG_BOX) < LONG_BOX else KEYS_AS_ROWS
+        if not promised:
+            return Choice(EIGHT_WARPS if 2 * heads <= sms and kv_len >= LONG_CACHE else 4)
+        return Choice(EIGHT_WARPS if keys >= MEDIUM_KEYS else 4, keys > FEW_KEYS)
+    if 64 * heads <= sms and not batch_invariant:  # a cluster for each would leave most SMs idle
+        if kv_len > 2 * LONG_CACHE and (page_size or LONG_BOX) >= LONG_BOX:
+            return Choice(KEYS_AS_ROWS)
+        return Choice(EIGHT_WARPS if promised else 4, promised)
+    return _fastest_of_few_pairs(call, heads, keys, page_size, promised)
+
+
+def _fastest_of_few_pairs(
+    call: Call, heads: int, keys: int, page_size: int | None, promised: bool
+) -> Choice:
+    """The fastest where several blocks share each pair.
+
+    The keys of up to 100 MB come as fast to half of the SMs as to all, and then the next launch's blocks find an SM
+    before this one ends. Of some, one launch ends as another one's loads begin: there all SMs are faster, if keys are
+    loaded ahead of the wait.
+    """
+    many = 8 * heads > call.sms  # two blocks each are on half of the SMs
+    if _fill_every_other_sm(call, heads):
+        if keys <= FEW_KEYS:
+            return Choice(4, promised, every_other_sm=True)
+        enough = MEDIUM_KEYS if many or not page_size else 3 * MEDIUM_KEYS // 4
+        if promised and keys < enough and MOST_BLOCKS * heads > call.sms // 2:
+            return Choice(EIGHT_WARPS if many else 4, ahead=True)
+        return Choice(4, every_other_sm=True) if keys <= MOST_KEYS else Choice(EIGHT_WARPS)
+    if keys <= FEW_KEYS:
+        return Choice(4)
+    if promised:
+        return Choice(EIGHT_WARPS if keys >= MEDIUM_KEYS else 4, ahead=True)
+    return Choice(4 if keys <= 2 * MEDIUM_KEYS else EIGHT_WARPS)
+
+
+def _fill_every_other_sm(call: Call, heads: int) -> bool:
+    """Whether a power of two of blocks for each pair is almost one on every other SM."""
+    blocks = heads * min(MOST_BLOCKS, _power_of_two(call.sms // 2 // heads))
+    return 10 * blocks >= 9 * (call.sms // 2)
 
 
 def _in_step(
     call: Call, heads: int, kv_len: int, batch_invariant: bool, page_size: int | None
 ) -> bool:
     """Whether rung 7 is faster than 4 and 6: where an SM reads more than 3 MB in order, and computes little with it."""
-    if call.head_dim != 128 or call.rows * call.item_size > ROWS or heads > call.sms:
+    if call.head_dim > 128 or call.rows * call.item_size > ROWS or heads > call.sms:
         return False
     if page_size or (batch_invariant and call.item_size == 4):
         return False
-    return 2 * heads * kv_len * call.head_dim * call.item_size >= LONG_BYTES
+    long_bytes = LONG_BYTES if call.head_dim == 128 else LONG_BYTES / 2
+    return 2 * heads * kv_len * call.head_dim * call.item_size >= long_bytes
+
+
+def _fastest_of_float32(
+    call: Call, heads: int, kv_len: int, batch_invariant: bool, page_size: int | None
+) -> int:
+    if call.head_dim == 256:
+        return 4 if batch_invariant else 1
+    if call.head_dim == 128 and _in_step(call, heads, kv_len, batch_invariant, page_size):
+        return IN_STEP
+    return EIGHT_WARPS if 8 * heads <= call.sms and kv_len >= LONG_CACHE else 4
 
 
 def _fastest_of_many_rows(call: Call, heads: int, kv_len: int, batch_invariant: bool) -> int:
@@ -149,51 +192,45 @@ def _fastest_of_many_rows(call: Call, heads: int, kv_len: int, batch_invariant: 
     few_and_long = 32 * pairs <= sms and kv_len > 2 * LONG_CACHE
     if not call.two_tiles or (not batch_invariant and (pairs > sms or few_and_long)):
         return KEYS_AS_ROWS
-    return EIGHT_WARPS if pairs * kv_len >= KEYS_OF_ALL else 4
+    return EIGHT_WARPS if pairs * kv_len >= 32 * SHORT_CACHE else 4
 
 
-def _fastest_of_many_pairs(call: Call, kv_len: int) -> int:
-    """The fastest of the rungs with the same bits, batch-invariant, where pairs are more than SMs.
-
-    Of long sequences a warp has many leaves: with eight warps half as many. Of head_dim 64 three blocks fit on an SM.
-    """
-    if call.head_dim == 64:
-        return 3
-    return IN_STEP if kv_len >= 4 * SHORT_CACHE else 4
-
-
-def fastest_ahead(
+def _fastest_of_many_pairs(
     call: Call, heads: int, kv_len: int, batch_invariant: bool, page_size: int | None
-) -> int | None:
-    """The same for calls that load keys ahead of the wait; None where that gains nothing, as NOTES.md has measured it.
+) -> int:
+    """The fastest where pairs are more than SMs: each has a block, so it counts how full the last wave of them is."""
 
-    What is ahead of the wait has to fit into the time of a launch: that of the shortest calls is as short.
-    """
-    sms, keys = call.sms, heads * kv_len
-    if call.item_size == 4 or call.head_dim == 256 or not call.hopper:
-        return None
-    if call.rows > ROWS:
-        rung = _fastest_of_many_rows(call, heads, kv_len, batch_invariant)
-        return None if rung == KEYS_AS_ROWS else rung
-    if _in_step(call, heads, kv_len, batch_invariant, page_size):
-        return IN_STEP
-    if heads > sms:
+    def idle(at_once: int) -> float:
+        """The share of the blocks for which there is room, where an SM has so many at once."""
+        room = at_once * call.sms
+        return -heads % room / (heads + -heads % room)
+
+    in_order = not page_size and kv_len >= (4 if call.head_dim == 128 else 2) * SHORT_CACHE
+    if call.head_dim == 64:
+        if in_order:
+            return IN_STEP
         if batch_invariant:
-            return _fastest_of_many_pairs(call, kv_len)
-        return KEYS_AS_ROWS if call.head_dim == 64 else 4
-    as_rows = not batch_invariant and (page_size or LONG_BOX) >= LONG_BOX
-    if call.head_dim == 64 and keys >= 4 * KEYS_OF_ALL:
-        return KEYS_AS_ROWS if as_rows and 2 * heads > sms else 4
-    if 2 * keys < KEYS_OF_ALL:
-        few = call.head_dim == 128 and as_rows and not page_size and 8 * keys > KEYS_OF_ALL
-        return KEYS_AS_ROWS if few else None
-    some = 4 * heads <= sms < 8 * heads and kv_len >= SHORT_CACHE
-    return EIGHT_WARPS if some or keys >= KEYS_OF_ALL else 4
+            return 3
+        # With pages, or of few, a block of rung 5 that takes one pair after the other is the fastest.
+        few = idle(2) <= idle(1) and heads <= 6 * call.sms
+        return KEYS_AS_ROWS if page_size or few else EIGHT_WARPS
+    if batch_invariant and in_order:
+        return IN_STEP
+    if idle(2) <= idle(1):
+        return 4
+    three = call.rows <= 8 and not batch_invariant and kv_len <= SHORT_CACHE
+    return 3 if three and idle(3) <= idle(1) else EIGHT_WARPS
 
 
 @functools.lru_cache(maxsize=1024)
 def plan(
-    call: Call, batch: int, kv_heads: int, kv_len: int, batch_invariant: bool, rung: int
+    call: Call,
+    batch: int,
+    kv_heads: int,
+    kv_len: int,
+    batch_invariant: bool,
+    rung: int,
+    every_other_sm: bool = False,
 ) -> Plan:
     """How many blocks share the work: from shapes alone, never from lengths."""
     if rung == KEYS_AS_ROWS:
@@ -208,13 +245,16 @@ def plan(
         if batch_invariant:
             leaves = _leaves(call, rung, kv_heads)
             keys = call.query(rung, "keys_of_a_tile") // warps  # of a warp's tile
-            long = kv_len >= TILES_OF_A_LEAF * leaves * keys
-            most = max(1, min(most, leaves // (warps if long else 2 * warps)))
-        of_a_cluster, clusters = _of_a_cluster(call, rung, kv_heads, batch, kv_len, most), 1
+            used = min(leaves, MOST_LEAVES)
+            if kv_len < TILES_OF_A_LEAF * used * keys:
+                used = min(leaves // 2, max(leaves // 4, 32), MOST_LEAVES)
+            most = max(1, min(most, used // warps))
+        sms = call.sms // 2 if every_other_sm else None
+        of_a_cluster, clusters = _of_a_cluster(call, rung, kv_heads, batch, kv_len, most, sms), 1
         long_bytes = LONG_BYTES_COMPUTE_BOUND if call.compute_bound else LONG_BYTES
         if 2 * batch * kv_heads * kv_len * call.head_dim * call.item_size >= long_bytes:
             # Clusters leave SMs idle that single blocks use.
-            single = 1 << max(1, min(most, call.sms // pairs)).bit_length() - 1
+            single = _power_of_two(min(most, call.sms // pairs))
             if single > of_a_cluster:
                 of_a_cluster, clusters = 1, single
         return _in_clusters(call, rung, pairs, of_a_cluster, clusters, leaves)
@@ -247,34 +287,43 @@ def _pairs(call: Call, rung: int, kv_heads: int) -> int:
 
 
 def _leaves(call: Call, rung: int, kv_heads: int) -> int:
-    """How many warps share a pair of a long sequence by itself, with all SMs: a power of two."""
-    blocks = call.sms // _pairs(call, rung, kv_heads)
-    return (WARPS if call.head_dim == 256 else 2 * WARPS) * min(
-        MOST_BLOCKS, 1 << max(1, blocks).bit_length() - 1
-    )
+    """How many warps would share a pair of a sequence by itself, with all SMs: a power of two."""
+    blocks = _power_of_two(call.sms // _pairs(call, rung, kv_heads))
+    return (WARPS if call.head_dim == 256 else 2 * WARPS) * blocks
+
+
+def _power_of_two(n: int) -> int:
+    """The largest one up to n, at least 1."""
+    return 1 << max(1, n).bit_length() - 1
 
 
 def _of_a_cluster(
-    call: Call, rung: int, kv_heads: int, batch: int, kv_len: int, most: int = MOST_BLOCKS
+    call: Call,
+    rung: int,
+    kv_heads: int,
+    batch: int,
+    kv_len: int,
+    most: int = MOST_BLOCKS,
+    room: int | None = None,
 ) -> int:
     """How many blocks share a pair: a power of two.
 
-    All are there at once, one on each SM, or two where each has much to do; and each has two tiles at least. Rung 5
-    takes the memory's time with a block on every other SM.
+    All are there at once: as many as ``room``, or one on each SM, or two where each has much to do; and each has two
+    tiles at least. Rung 5 takes the memory's time with a block on every other SM.
     """
     pairs = batch * _pairs(call, rung, kv_heads)
     tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
     sms = call.sms
     blocks = 1
 
-    def room(blocks: int) -> int:
+    def at_once(blocks: int) -> int:
         if rung == KEYS_AS_ROWS:
             return sms // 2
-        return 2 * sms if tiles >= LONG * blocks else sms
+        return room or (2 * sms if tiles >= LONG * blocks else sms)
 
     while (
         2 * blocks <= min(most, tiles // 2)
-        and pairs * 2 * blocks <= room(2 * blocks)
+        and pairs * 2 * blocks <= at_once(2 * blocks)
         and pairs <= call.query(rung, "clusters_at_once", blocks=2 * blocks, tiles=min(tiles, LONG))
     ):
         blocks *= 2

@@ -10,9 +10,9 @@ import torch
 from common.check import assert_close
 from common.check.rng import new_seed
 from common.tests.devices import DEVICE, of_gpus_hopper
-from task5.ladder import append_rope, call, decode_attention
+from task5.ladder import append_rope, call, decode_attention, plan
 from task5.ladder.call import ON_CPU
-from task5.ladder.plan import KEYS_AS_ROWS, OF_EIGHT_WARPS, ONE_TREE, plan
+from task5.ladder.plan import KEYS_AS_ROWS, OF_EIGHT_WARPS, ONE_TREE
 from task5.ladder.plan import RUNGS as ALL_RUNGS
 
 RUNGS = [1, *(pytest.param(n, marks=of_gpus_hopper) for n in ALL_RUNGS[1:]), None]
@@ -223,26 +223,26 @@ def test_blocks_that_are_no_cluster_share_a_pair(monkeypatch, rung, batch_invari
     given = dict(rung=rung, batch_invariant=batch_invariant)
     given["seqlens_k"] = torch.tensor([9000, 77], dtype=torch.int32, device=DEVICE)
     monkeypatch.setattr(call, "sms_of", lambda device: 64)
-    plan.cache_clear()
-    launch, slots = call.Kernels.launch, []
+    plan.plan.cache_clear()
+    launch, slots = plan.Kernels.launch, []
 
     def watched(self, name, **arguments):
         slots.append(arguments["slots"])
         return launch(self, name, **arguments)
 
-    monkeypatch.setattr(call.Kernels, "launch", watched)
+    monkeypatch.setattr(plan.Kernels, "launch", watched)
     paged = r.random() < 0.5
     if paged:
         given["block_table"] = table
     caches = pools if paged else (k, v)
     one = decode_attention(q, *caches, **given)
     assert slots.pop() == 0
-    monkeypatch.setattr(call, "LONG_BYTES", 0)
-    monkeypatch.setattr(call, "LONG_BYTES_COMPUTE_BOUND", 0)
-    monkeypatch.setattr(call, "_of_a_cluster", lambda *_: 1)
-    plan.cache_clear()
+    monkeypatch.setattr(plan, "LONG_BYTES", 0)
+    monkeypatch.setattr(plan, "LONG_BYTES_COMPUTE_BOUND", 0)
+    monkeypatch.setattr(plan, "_of_a_cluster", lambda *_: 1)
+    plan.plan.cache_clear()
     several = [decode_attention(q, *caches, **given) for _ in range(2)]  # the counters are 0 again
-    plan.cache_clear()
+    plan.plan.cache_clear()
     assert min(slots) > 2
     assert torch.equal(*several)
     if batch_invariant:
@@ -262,11 +262,11 @@ def test_the_most_leaves(monkeypatch, rung):
     results = []
     for bytes_, of_a_cluster in ((math.inf, 1), (0, 1), (math.inf, 4)):
         monkeypatch.setattr(call, "sms_of", lambda device: 64)
-        monkeypatch.setattr(call, "LONG_BYTES_COMPUTE_BOUND", bytes_)
-        monkeypatch.setattr(call, "_of_a_cluster", lambda *_, blocks=of_a_cluster: blocks)
-        plan.cache_clear()
+        monkeypatch.setattr(plan, "LONG_BYTES_COMPUTE_BOUND", bytes_)
+        monkeypatch.setattr(plan, "_of_a_cluster", lambda *_, blocks=of_a_cluster: blocks)
+        plan.plan.cache_clear()
         results.append(decode_attention(q, k, v, batch_invariant=True, rung=rung))
-    plan.cache_clear()
+    plan.plan.cache_clear()
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     assert (results[0] - decode_attention(q, k, v, rung=1)).abs().max() < 1e-5
 

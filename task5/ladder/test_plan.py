@@ -1,5 +1,6 @@
 """Which rung and how many blocks a call of decode gets on an H200. No GPU is asked."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,8 @@ from task5.ladder.plan import (
     OF_EIGHT_WARPS,
     ONE_TREE,
     Call,
+    Choice,
     fastest,
-    fastest_ahead,
     plan,
 )
 
@@ -46,29 +47,26 @@ def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
     for kv_heads in (1, 2, 8, 32, 100):
         for shape in ({}, {"dtype": 2}, {"dtype": 2, "head_dim": 64}, {"dtype": 2, "rows": 32}):
             rungs, leaves = set(), set()
-            for batch in (1, 3, 64):
-                for kv_len in (1, 100, 5000, 200_000):
-                    for page_size in (None, 16, 64):
-                        for choose in (fastest, fastest_ahead):
-                            shared = h200(**shape), batch * kv_heads, kv_len
-                            rung = choose(*shared, True, page_size) or 4
-                            work = plan(shared[0], batch, kv_heads, kv_len, True, rung)
-                            rungs.add(rung)
-                            leaves.add(work.chunks)
+            for batch, kv_len, page_size, promised in itertools.product(
+                (1, 3, 64), (1, 100, 5000, 200_000), (None, 16, 64), (False, True)
+            ):
+                call = h200(**shape)
+                how = fastest(
+                    call, batch * kv_heads, kv_len, batch_invariant=True, page_size=page_size,
+                    promised=promised,
+                )  # fmt: skip
+                work = plan(call, batch, kv_heads, kv_len, True, how.rung, how.every_other_sm)
+                rungs.add(how.rung)
+                leaves.add(work.chunks)
             assert rungs <= set(ONE_TREE) and len(leaves) == 1
     for wide, rung in (
         (dict(head_dim=256), 4),
         (dict(head_dim=256, rows=17), 5),
         (dict(rows=33), 5),
     ):
-        chosen = {
-            fastest(h200(dtype=2, **wide), heads, kv_len, True, page_size)
-            for heads in (1, 8, 500)
-            for kv_len in (9, 99_999)
-            for page_size in (None, 16)
-        }
-        assert chosen == {rung}
-        assert fastest_ahead(h200(dtype=2, **wide), 8, 99_999, True, None) is None
+        for heads, kv_len, page_size in itertools.product((1, 8, 500), (9, 99_999), (None, 16)):
+            given = dict(batch_invariant=True, page_size=page_size, promised=True)
+            assert fastest(h200(dtype=2, **wide), heads, kv_len, **given) == Choice(rung)
 
 
 @pytest.mark.parametrize(
@@ -86,111 +84,134 @@ def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
     ],
 )
 def test_the_rung_of_float32(h200, batch, kv_heads, kv_len, rung, blocks):
-    assert fastest(h200(), batch * kv_heads, kv_len, False, None) == rung
+    for promised in (False, True):
+        assert fastest(h200(), batch * kv_heads, kv_len, promised=promised) == Choice(rung)
     work = plan(h200(), batch, kv_heads, kv_len, False, rung)
     assert work.blocks == blocks
     assert work.slots == (blocks if kv_len == 131072 else 0)  # the blocks of a pair are no cluster
-    assert fastest(h200(head_dim=256), batch * kv_heads, kv_len, False, None) == 1
+    assert fastest(h200(head_dim=256), batch * kv_heads, kv_len) == Choice(1)
 
 
 def test_two_blocks_share_an_sm_where_each_has_much_to_do(h200):
     assert [plan(h200(), 16, 8, n, False, 4).blocks for n in (2048, 8192)] == [128, 256]
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "kv_len", "blocks"),
+    [(8, 1024, 64), (8, 2048, 64), (8, 8192, 64), (32, 512, 64), (16, 4096, 64), (4, 16384, 64)],
+)
+def test_a_launch_leaves_every_other_sm_to_the_next(h200, kv_heads, kv_len, blocks):
+    for shape in ({}, {"batch_invariant": True}):
+        how = fastest(h200(dtype=2), kv_heads, kv_len, **shape)
+        assert how == Choice(4, every_other_sm=True)
+        invariant = "batch_invariant" in shape
+        work = plan(h200(dtype=2), 1, kv_heads, kv_len, invariant, how.rung, how.every_other_sm)
+        assert work.blocks == blocks and work.slots == 0
+
+
 def test_rung_7_reads_long_caches_in_order(h200):
     def rung(heads, kv_len, invariant=False, page_size=None, **shape):
-        return fastest(h200(**{"dtype": 2} | shape), heads, kv_len, invariant, page_size)
+        given = dict(batch_invariant=invariant, page_size=page_size)
+        return fastest(h200(**{"dtype": 2} | shape), heads, kv_len, **given).rung
 
     assert rung(128, 8192) == rung(8, 131072) == rung(128, 8192, True) == IN_STEP
+    assert rung(128, 8192, head_dim=64) == rung(500, 2048, head_dim=64) == IN_STEP
     assert rung(128, 8192, page_size=64) == rung(128, 4096) == rung(256, 8192) == 4
+    assert rung(128, 4096, head_dim=64) == 4
     assert rung(128, 8192, rows=9) == rung(128, 8192, head_dim=256) == 4
     assert rung(128, 4096, dtype=0) == IN_STEP and rung(128, 4096, True, dtype=0) == 4
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_len", "shape", "rung"),
-    [
-        (8, 1024, {}, 4),
-        (8, 4096, {}, KEYS_AS_ROWS),
-        (16, 4096, {}, 3),
-        (16, 8192, {}, KEYS_AS_ROWS),
-        (4, 4096, {}, 4),
-        (4, 12288, {}, KEYS_AS_ROWS),
-        (8, 16384, {}, EIGHT_WARPS),
-        (32, 1024, {}, EIGHT_WARPS),
-        (64, 2048, {}, 4),
-        (64, 8192, {}, EIGHT_WARPS),
-        (128, 4096, {}, 4),
-        (128, 8192, {}, IN_STEP),
-        (8, 131072, {}, IN_STEP),
-        (512, 1024, {}, 4),
-        (512, 1024, {"head_dim": 64}, 3),
-        (8, 4096, {"head_dim": 64}, 4),
-        (8, 8192, {"head_dim": 64}, 3),
-        (8, 4096, {"rows": 32}, EIGHT_WARPS),  # as two pairs each
-        (8, 1024, {"rows": 32}, 4),
-        (1, 32768, {"rows": 32}, KEYS_AS_ROWS),  # clusters for two pairs leave SMs idle
-        (67, 4096, {"rows": 32}, KEYS_AS_ROWS),  # one read for all rows
-        (8, 4096, {"rows": 33}, KEYS_AS_ROWS),
-        (32, 8192, {"head_dim": 256}, 4),
-        (133, 8192, {"head_dim": 256}, 1),
-        (8, 4096, {"head_dim": 256, "rows": 32}, KEYS_AS_ROWS),
-    ],
-)
-def test_the_rung_of_16_bits(h200, heads, kv_len, shape, rung):
-    assert fastest(h200(dtype=2, **shape), heads, kv_len, False, None) == rung
+HALF, AHEAD = {"every_other_sm": True}, {"ahead": True}
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_len", "shape", "rung"),
+    ("heads", "kv_len", "shape", "rung", "how"),
     [
-        (8, 1024, {}, None),
-        (8, 2048, {}, KEYS_AS_ROWS),
-        (8, 4096, {}, 4),
-        (8, 8192, {}, EIGHT_WARPS),
-        (32, 1024, {}, EIGHT_WARPS),
-        (64, 512, {}, 4),
-        (128, 1024, {}, EIGHT_WARPS),
-        (128, 8192, {}, IN_STEP),
-        (128, 8192, {"rows": 9}, EIGHT_WARPS),
-        (256, 1024, {}, 4),
-        (256, 8192, {}, 4),
-        (12, 1024, {"head_dim": 64}, None),
-        (12, 4096, {"head_dim": 64}, 4),
-        (96, 1024, {"head_dim": 64}, EIGHT_WARPS),
-        (48, 16384, {"head_dim": 64}, 4),
-        (96, 4096, {"head_dim": 64}, KEYS_AS_ROWS),
-        (768, 1024, {"head_dim": 64}, KEYS_AS_ROWS),
-        (8, 4096, {"rows": 32}, EIGHT_WARPS),
-        (1, 32768, {"rows": 32}, None),
-        (8, 4096, {"rows": 33}, None),
-        (32, 8192, {"head_dim": 256}, None),
-        (8, 8192, {"dtype": 0}, None),
+        (8, 1024, {}, 4, HALF | AHEAD),
+        (8, 1024, {"head_dim": 64}, 4, HALF | AHEAD),
+        (8, 2048, {}, 4, HALF | AHEAD),
+        (8, 3000, {}, 4, AHEAD),
+        (8, 4096, {}, 4, AHEAD),
+        (8, 8192, {}, 4, HALF),
+        (8, 16384, {"head_dim": 64}, 4, HALF),
+        (8, 65536, {}, EIGHT_WARPS, {}),
+        (4, 8192, {}, 4, HALF),  # all SMs would have no more blocks
+        (32, 512, {}, 4, HALF | AHEAD),
+        (32, 1024, {}, EIGHT_WARPS, AHEAD),
+        (32, 2048, {}, 4, HALF),
+        (12, 1024, {"head_dim": 64}, 4, {}),  # which would be blocks on a third of the SMs
+        (24, 1024, {}, 4, AHEAD),
+        (24, 2048, {}, EIGHT_WARPS, AHEAD),
+        (1, 8192, {}, EIGHT_WARPS, AHEAD),
+        (1, 65536, {}, KEYS_AS_ROWS, {}),
+        (64, 256, {}, 4, {}),
+        (64, 512, {}, 4, AHEAD),
+        (128, 1024, {}, EIGHT_WARPS, AHEAD),
+        (96, 1024, {"head_dim": 64}, EIGHT_WARPS, AHEAD),
+        (128, 8192, {}, IN_STEP, AHEAD),
+        (128, 8192, {"rows": 9}, EIGHT_WARPS, AHEAD),
+        (256, 1024, {}, 4, AHEAD),  # two blocks on almost each SM
+        (384, 1024, {}, 3, AHEAD),  # three
+        (384, 1024, {"rows": 9}, EIGHT_WARPS, AHEAD),
+        (384, 2048, {}, EIGHT_WARPS, AHEAD),
+        (256, 8192, {}, 4, AHEAD),
+        (768, 1024, {"head_dim": 64}, KEYS_AS_ROWS, AHEAD),
+        (1536, 1024, {"head_dim": 64}, EIGHT_WARPS, AHEAD),
+        (768, 2048, {"head_dim": 64}, IN_STEP, AHEAD),
+        (8, 4096, {"rows": 32}, EIGHT_WARPS, AHEAD),  # as two pairs each
+        (8, 1024, {"rows": 32}, 4, AHEAD),
+        (1, 32768, {"rows": 32}, KEYS_AS_ROWS, {}),  # clusters for two pairs leave SMs idle
+        (67, 4096, {"rows": 32}, KEYS_AS_ROWS, {}),  # one read for all rows
+        (8, 4096, {"rows": 33}, KEYS_AS_ROWS, {}),
+        (32, 8192, {"head_dim": 256}, 4, {}),
+        (133, 8192, {"head_dim": 256}, 1, {}),
+        (8, 4096, {"head_dim": 256, "rows": 32}, KEYS_AS_ROWS, {}),
     ],
 )
-def test_the_rung_where_keys_are_loaded_ahead(h200, heads, kv_len, shape, rung):
-    assert fastest_ahead(h200(**{"dtype": 2} | shape), heads, kv_len, False, None) == rung
+def test_the_rung_of_16_bits(h200, heads, kv_len, shape, rung, how):
+    call = h200(**{"dtype": 2} | shape)
+    assert fastest(call, heads, kv_len, promised=True) == Choice(rung, **how)
+    assert not fastest(call, heads, kv_len).ahead
 
 
-def test_rung_5_does_not_take_small_pages(h200):
-    rungs = [fastest(h200(dtype=2), 8, 8192, False, size) for size in (None, 256, 64, 48, 16)]
-    assert rungs == [KEYS_AS_ROWS] * 3 + [3] * 2
+@pytest.mark.parametrize(
+    ("heads", "kv_len", "shape", "how"),
+    [
+        (8, 4096, {}, Choice(4, every_other_sm=True)),
+        (24, 1024, {}, Choice(4)),
+        (24, 8192, {}, Choice(EIGHT_WARPS)),
+        (64, 2048, {}, Choice(4)),
+        (64, 8192, {}, Choice(EIGHT_WARPS)),
+        (128, 4096, {}, Choice(4)),
+    ],
+)
+def test_the_rung_without_a_promise(h200, heads, kv_len, shape, how):
+    assert fastest(h200(dtype=2, **shape), heads, kv_len) == how
 
 
-def test_the_rungs_of_a_batch_invariant_call(h200):
+def test_the_rungs_of_pages(h200):
+    def how(heads, kv_len, page_size, **shape):
+        call = h200(dtype=2, **shape)
+        return fastest(call, heads, kv_len, page_size=page_size, promised=True)
+
+    assert [how(1, 65536, n).rung for n in (256, 64, 48)] == [KEYS_AS_ROWS] * 2 + [EIGHT_WARPS]
+    assert how(8, 4096, 64) == Choice(4, every_other_sm=True)
+    assert how(32, 1024, 64) == Choice(EIGHT_WARPS, ahead=True)
+    assert how(500, 4096, 64, head_dim=64).rung == KEYS_AS_ROWS
+
+
+def test_the_rungs_of_many_pairs_batch_invariant(h200):
     kv_lens = (1024, 2048, 4096, 8192, 16384)
 
-    def rungs(heads, **shape):
-        return [fastest(h200(dtype=2, **shape), heads, n, True, None) for n in kv_lens]
+    def rungs(heads, page_size=None, **shape):
+        given = dict(batch_invariant=True, page_size=page_size, promised=True)
+        return [fastest(h200(dtype=2, **shape), heads, n, **given).rung for n in kv_lens]
 
-    def rungs_ahead(heads, **shape):
-        return [fastest_ahead(h200(dtype=2, **shape), heads, n, True, None) for n in kv_lens]
-
-    assert rungs(8) == [4, 4, 3, 3, EIGHT_WARPS] and rungs(16) == [4, 3, 4, 4, EIGHT_WARPS]
-    assert rungs(8, head_dim=64) == [4, 4, 4, 3, 3]
-    for of in (rungs, rungs_ahead):  # of more pairs than SMs
-        assert of(500) == [4, 4, *[IN_STEP] * 3] and set(of(500, head_dim=64)) == {3}
-    assert rungs(8, rows=32) == rungs_ahead(8, rows=32) == [4, 4, *[EIGHT_WARPS] * 3]
+    assert rungs(512) == [4, 4, *[IN_STEP] * 3] and rungs(384) == [6, 6, *[IN_STEP] * 3]
+    assert rungs(512, head_dim=64) == [3, *[IN_STEP] * 4]
+    assert rungs(512, 64) == [4] * 5 and rungs(512, 64, head_dim=64) == [3] * 5
+    assert rungs(8, rows=32) == [4, *[EIGHT_WARPS] * 4]
 
 
 @pytest.mark.parametrize(
