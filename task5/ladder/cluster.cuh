@@ -63,7 +63,7 @@ struct Cluster {
     const int warps = bits + a.cluster_bits + WARP_BITS, warp = (blockIdx.x << WARP_BITS) + threadIdx.x / 32;
     w.end = w.s.tiles;
     if (TREE || a.chunks) {
-      w.step_bits = bits_of_leaves(31 - __clz(a.chunks), 31 - __clz(w.s.tiles));
+      w.step_bits = bits_of_leaves(31 - __clz(a.chunks), 31 - __clz(w.s.tiles), a.leaf_tile_bits);
       w.leaf = first_leaf(warp, warps, w.step_bits), w.leaf_end = first_leaf(warp + 1, warps, w.step_bits);
       w.tile = w.leaf < w.leaf_end ? reversed(w.leaf, w.step_bits) : w.end;
     } else {  // with pages not where a warp's would be far apart, or more; by selects, as a branch takes 0.1 us
@@ -115,7 +115,7 @@ struct Cluster {
     int most = 0, tile_bits = 0;
     while (2 << most <= a.chunks) ++most;
     while (2 << tile_bits <= ceil_div(a.kv_len, Math::KEYS)) ++tile_bits;
-    return 1 << bits_of_leaves(most, tile_bits) > warps;
+    return 1 << bits_of_leaves(most, tile_bits, leaf_tile_bits<Math>()) > warps;
   }
   // Of a warp.
   static int64_t most_tiles(const Decode& a, int blocks) {
@@ -148,10 +148,10 @@ struct Cluster {
     a.cluster_bits == 0 ? write<T, ROWS, D>(a, w, quad, p) : clusters<ROWS, D>(a, w).put(quad, p);
   }
   static int pairs_of(const Decode& a) { return a.kv_heads * a.row_tiles.d; }
-  // Of the tree of a sequence that would have 1 << most warps by itself: half as many leaves, or a quarter, where its
-  // blocks leave every other SM to the next launch's; all of them in the longest sequences.
-  static __host__ DEVICE int bits_of_leaves(int most, int tile_bits) {
-    const int few = min(min(most - 1, max(most - 2, 5)), max(min(tile_bits - 1, 5), tile_bits - 2));
+  // Of the tree of a sequence that 1 << most warps could share: half as many leaves, or a quarter where they are many;
+  // all of them in the longest sequences. A leaf has two tiles, or 1 << leaf_tile_bits where there are many.
+  static __host__ DEVICE int bits_of_leaves(int most, int tile_bits, int leaf_tile_bits) {
+    const int few = min(min(most - 1, max(most - 2, 5)), max(min(tile_bits - 1, 5), tile_bits - leaf_tile_bits));
     return max(0, min(max(few, min(most, tile_bits - 6)), MOST_LEAF_BITS));
   }
   // Of 1 << leaves, where 1 << warps warps share them.

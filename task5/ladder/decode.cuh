@@ -50,8 +50,9 @@ struct Decode {
   Divisor group, page_size, row_tiles;  // row_tiles: pairs that share a kv head's rows
   int tile_bits = 0;                    // B_c = 1 << tile_bits
   // 0, or in a batch-invariant call into how many chunks the keys of a pair are cut at most, in any batch (rungs 1 and
-  // 2); or how many warps share those of a sequence by itself (3, 4, 6, 7). Rung 5 finds that number itself.
+  // 2); or how many warps could share those of a sequence (3, 4, 6, 7). Rung 5 finds that number itself.
   int chunks;
+  int leaf_tile_bits = 2;  // 1 << leaf_tile_bits tiles of a leaf, where a pair has many
   int cluster_bits = 0;    // 1 << cluster_bits clusters share a pair
   float scale;
   float* partial;  // [slot][rows of a pair][head_dim], and behind all of them m, l: [slot][rows of a pair][2]

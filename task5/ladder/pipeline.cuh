@@ -250,11 +250,15 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
   }
 }
 
+// Where states that wait are not in registers, merging takes longer, so it is done less often.
+template <typename Math>
+constexpr int leaf_tile_bits() { return Math::STATES_FIT ? 2 : 3; }
+
 template <typename Math, typename Sharing, bool PAGED>
 static cudaError_t launch(Decode a, int blocks, cudaStream_t stream) {
   constexpr auto kernel = decode_kernel<Math, Sharing, PAGED>;
   while (1 << a.tile_bits < Sharing::TILE_WARPS * Math::KEYS) ++a.tile_bits;
-  a.row_tiles = Divisor(ceil_div(a.rows, Math::ROWS));
+  a.row_tiles = Divisor(ceil_div(a.rows, Math::ROWS)), a.leaf_tile_bits = leaf_tile_bits<Math>();
   if (cudaError_t error = allow_shared_memory<kernel, sizeof(Shared<Math, Sharing>)>()) return error;
   if (cudaError_t error = prefer_shared_memory<kernel>()) return error;
   const int bytes = Shared<Math, Sharing>::bytes(Sharing::most_tiles(a, blocks));

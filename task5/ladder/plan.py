@@ -128,11 +128,16 @@ def fastest(
         if kv_len > 2 * LONG_CACHE and (page_size or LONG_BOX) >= LONG_BOX:
             return Choice(KEYS_AS_ROWS)
         return Choice(EIGHT_WARPS if promised else 4, promised)
-    return _fastest_of_few_pairs(call, heads, keys, page_size, promised)
+    return _fastest_of_few_pairs(call, heads, keys, batch_invariant, page_size, promised)
 
 
 def _fastest_of_few_pairs(
-    call: Call, heads: int, keys: int, page_size: int | None, promised: bool
+    call: Call,
+    heads: int,
+    keys: int,
+    batch_invariant: bool,
+    page_size: int | None,
+    promised: bool,
 ) -> Choice:
     """The fastest where several blocks share each pair.
 
@@ -145,7 +150,9 @@ def _fastest_of_few_pairs(
         if keys <= FEW_KEYS:
             return Choice(4, promised, every_other_sm=True)
         enough = MEDIUM_KEYS if many or not page_size else 3 * MEDIUM_KEYS // 4
-        if promised and keys < enough and MOST_BLOCKS * heads > call.sms // 2:
+        # There all SMs have more blocks, unless a batch-invariant call has no more leaves.
+        more = (MOST_BLOCKS // 2 if batch_invariant else MOST_BLOCKS) * heads > call.sms // 2
+        if promised and keys < enough and more:
             return Choice(EIGHT_WARPS if many else 4, ahead=True)
         return Choice(4, every_other_sm=True) if keys <= MOST_KEYS else Choice(EIGHT_WARPS)
     if keys <= FEW_KEYS:
@@ -287,9 +294,16 @@ def _pairs(call: Call, rung: int, kv_heads: int) -> int:
 
 
 def _leaves(call: Call, rung: int, kv_heads: int) -> int:
-    """How many warps would share a pair of a sequence by itself, with all SMs: a power of two."""
+    """How many warps could share a pair of a sequence: a power of two.
+
+    From 128 on a quarter of them have a leaf each, on half of the SMs. Where a warp has much to compute, that is half
+    of 128.
+    """
     blocks = _power_of_two(call.sms // _pairs(call, rung, kv_heads))
-    return (WARPS if call.head_dim == 256 else 2 * WARPS) * blocks
+    leaves = (WARPS if call.head_dim == 256 else 2 * WARPS) * blocks
+    if leaves >= MOST_LEAVES and (call.item_size == 4 or call.rows > ROWS):
+        return 2 * MOST_LEAVES
+    return leaves
 
 
 def _power_of_two(n: int) -> int:
