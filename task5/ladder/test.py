@@ -154,6 +154,44 @@ def test_a_sequence_has_the_same_bits_in_any_batch(rung):
             assert torch.equal(again, whole[some]), f"Case({seed}), {some}, {paged=}"
 
 
+@pytest.fixture
+def small_hopper(monkeypatch):
+    """As if the device were a Hopper GPU with 8 SMs, and few keys were many: the fastest rung may be any."""
+    monkeypatch.setattr(call, "is_hopper", lambda device: True)
+    monkeypatch.setattr(call, "sms_of", lambda device: 8)
+    few = dict(FEW_KEYS=60, MEDIUM_KEYS=150, MOST_KEYS=600, SHORT_CACHE=32, LONG_CACHE=128)
+    few |= dict(LONG_BYTES=4e5, LONG_BYTES_COMPUTE_BOUND=1e5)
+    for name, value in few.items():
+        monkeypatch.setattr(plan, name, value)
+    plan.plan.cache_clear()
+    yield
+    plan.plan.cache_clear()
+
+
+@of_gpus_hopper
+@pytest.mark.parametrize("part", range(2))
+def test_the_fastest_rung_matches_float64_in_any_batch(small_hopper, part):
+    for _ in range(CASES // 4):
+        seed = new_seed()
+        case = Case(seed)
+        paged = case.rng.random() < 0.5
+        got = case.run(paged=paged)
+        whole = case.run(batch_invariant=True)
+        some = case.rng.sample(range(case.batch), case.rng.randint(1, case.batch))
+        again = case.run(some, batch_invariant=True, paged=paged)
+        try:
+            assert_close(
+                got,
+                case.expected(torch.float64),
+                case.expected(got.dtype),
+                axes=("batch", "row", "head", "column"),
+            )
+            assert torch.equal(again, whole[some])
+        except AssertionError as error:
+            error.add_note(f"Case({seed}), {some}, {paged=}")
+            raise
+
+
 @of_gpus_hopper
 def test_rungs_that_share_a_tree_have_the_same_bits():
     """Four warps a block or eight: of a batch-invariant call the leaves are the same."""
