@@ -67,8 +67,8 @@ def decode_attention(
         window: how many keys a token sees at most, itself included; None: no limit.
         new_keys: a promise about the launch directly ahead on the stream: of ``k`` and ``v`` it writes at most so many
             keys of each sequence, its newest. In a decode step that is ``q_len``, which :func:`append_rope` writes.
-            Older keys are then loaded before that launch is complete; lengths and page numbers need no promise. None:
-            it may write any key.
+            Older keys are then loaded before that launch is complete, where that is faster; lengths and page numbers
+            need no promise. None: it may write any key.
         batch_invariant: a sequence's result has the same bits alone, in any batch and order, contiguous or paged.
         rung: 1, or of GPUs on Hopper 2 to 7, 5 for 16 bits alone, 6 and 7 for head_dim up to 128; the fastest for these
             shapes if None.

@@ -1,7 +1,7 @@
 // The kernel around the arithmetic: a warp computes with a tile while later ones are on their way (loader.cuh).
 //
-// Every warp has a pipeline of its own. The warps meet only at the end of a segment, or of a chunk, where their parts are
-// merged, but for rung 7's, which do at each tile. The pipeline runs on.
+// Every warp has a pipeline of its own. The warps meet only at the end of a segment, or of a chunk, where their parts
+// are merged, but for rung 7's, which do at each tile. The pipeline runs on.
 // `Math` is what a warp does with keys and with values: tensor_cores.cuh, fp32.cuh. `Sharing` says which tiles are a
 // warp's, whether a tile is of one warp or of all, and how the parts of a pair's blocks are merged: equal_shares.cuh,
 // cluster.cuh.
