@@ -71,6 +71,11 @@ class Case:
             out[b] = torch.einsum("htk,khd->thd", P, v)
         return out
 
+    def check(self, got):
+        """AssertionError if a result is not as close to float64 as it has to be."""
+        expected = self.expected(torch.float64), self.expected(got.dtype)
+        assert_close(got, *expected, axes=("batch", "row", "head", "column"))
+
     def run(self, sequences=None, *, paged=False, **options):
         """The kernel's result for these sequences, in this order."""
         chosen = list(range(self.batch)) if sequences is None else sequences
@@ -118,12 +123,7 @@ def test_it_matches_float64(rung, part):
         options = dict(paged=case.rng.random() < 0.5, batch_invariant=case.rng.random() < 0.3)
         got = case.run(rung=rung, **options)
         try:
-            assert_close(
-                got,
-                case.expected(torch.float64),
-                case.expected(got.dtype),
-                axes=("batch", "row", "head", "column"),
-            )
+            case.check(got)
         except AssertionError as error:
             error.add_note(f"Case({seed}), {options}")
             raise
@@ -180,12 +180,7 @@ def test_the_fastest_rung_matches_float64_in_any_batch(small_hopper, part):
         some = case.rng.sample(range(case.batch), case.rng.randint(1, case.batch))
         again = case.run(some, batch_invariant=True, paged=paged)
         try:
-            assert_close(
-                got,
-                case.expected(torch.float64),
-                case.expected(got.dtype),
-                axes=("batch", "row", "head", "column"),
-            )
+            case.check(got)
             assert torch.equal(again, whole[some])
         except AssertionError as error:
             error.add_note(f"Case({seed}), {some}, {paged=}")
