@@ -16,7 +16,7 @@ from common.check.rng import new_seed, seed_of
 from common.record import provenance
 from common.record.grid import Grid
 from common.timing import reference
-from task5.ladder import bars, plot, prefill, steps, table
+from task5.ladder import bars, plot, prefill, steps, table, uneven
 from task5.ladder.benchmark import CURVES, OURS, SHAPES, our_sides, time_shape
 from task5.ladder.peers import peer_sides, versions
 from task5.ladder.record import Record, Run, Tables, Times, load, save
@@ -76,6 +76,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     one_of("--check-only", "--no-timing", action="store_true", help="build and check")
     one_of("--bars", action="store_true", help="time only what the bars need: not each rung, and no curves; nothing is"
            " written")
+    one_of("--uneven", action="store_true", help="instead, time sequences of different lengths beside the libraries;"
+           " written on a GPU")
     one_of("--prefill", action="store_true", help="instead of decode, time chunks of prompts beside the libraries;"
            " written on a GPU")
     one_of("--steps", type=int, metavar="N", help="instead of timing, decode N steps and compare each; on a GPU from"
@@ -87,7 +89,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps must be at least 1; got {options.steps}")
-    other = options.check_only or options.prefill or options.steps or options.render
+    alone = options.uneven or options.prefill
+    other = options.check_only or alone or options.steps or options.render
     if other and (options.shape or options.no_check):
         parser.error("--shape and --no-check are for the timing of decode, all of it or --bars")
     asked = [set(words.split()) for words in options.shape or [""]]
@@ -96,8 +99,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         names = "\n  ".join(shape.key for shape in table.TIMED)
         parser.error(f"no shape is named {' or '.join(options.shape)}; there are\n  {names}")
     options.device = device_of("cuda" if torch.cuda.is_available() else "cpu")
-    if options.device.type == "cpu" and (options.bars or options.prefill):
-        parser.error(f"--{'bars' if options.bars else 'prefill'} needs a GPU")
+    if options.device.type == "cpu" and (options.bars or alone):
+        name = "bars" if options.bars else "uneven" if options.uneven else "prefill"
+        parser.error(f"--{name} needs a GPU")
     options.seed = new_seed() if options.seed is None else options.seed
     return options
 
@@ -112,8 +116,8 @@ def _run(options: argparse.Namespace) -> int:
         return 1
     if options.steps:
         return _steps(options)
-    if options.prefill:
-        return _prefill(options)
+    if options.uneven or options.prefill:
+        return _beside(options)
     if not (options.no_check or _check(options)):
         return 1
     if options.check_only:
@@ -190,15 +194,18 @@ def _steps(options: argparse.Namespace) -> int:
     return 0 if met else 1
 
 
-def _prefill(options: argparse.Namespace) -> int:
-    """Chunks of prompts; what was found is kept."""
+def _beside(options: argparse.Namespace) -> int:
+    """Uneven lengths, or chunks of prompts, beside the libraries; what was found is kept."""
+    name, time, sources = (
+        ("prefill", prefill.time_chunks, PREFILL_SOURCES)
+        if options.prefill
+        else ("uneven", uneven.time_lengths, SOURCES)
+    )
     with console.status("timing") as status:
-        found = prefill.time_chunks(
-            prefill.CHUNKS, options.seed, lambda key: status.update(f"timing {key}")
-        )
-    tables = Tables(_provenance(options, PREFILL_SOURCES), [found])
+        found = time(options.seed, lambda key: status.update(f"timing {key}"))
+    tables = Tables(_provenance(options, sources), [found])
     met = _print(tables.grids)
-    _render(save(prefill=tables))
+    _render(save(**{name: tables}))
     return 0 if met else 1
 
 

@@ -36,7 +36,11 @@ Call = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """What one call attends to: one query per sequence, or a chunk of a prompt; all sequences equally long."""
+    """What one call attends to: one query per sequence, or a chunk of a prompt.
+
+    Attributes:
+        kv_len: keys for which there is room.
+    """
 
     batch: int
     heads: int
@@ -55,10 +59,14 @@ class Shape:
         return f"B{self.batch}{chunk} {heads} kv{self.kv_len} d{self.head_dim} {name}"
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Keys of each sequence: as many as there is room for."""
+        return (self.kv_len,) * self.batch
+
+    @property
     def bytes(self) -> int:
         """K and V, once."""
-        numbers = 2 * self.batch * self.kv_len * self.kv_heads * self.head_dim
-        return numbers * self.dtype.itemsize
+        return 2 * sum(self.lengths) * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def caches(self) -> int:
@@ -94,7 +102,7 @@ class Inputs:
     Attributes:
         q: ``(batch, q_len, heads, head_dim)``.
         caches: pairs of k and v, ``(batch, kv_len, kv_heads, head_dim)``.
-        lengths: int32 ``(batch,)``, all kv_len: ours reads them.
+        lengths: int32 ``(batch,)``, the shape's: ours reads them.
     """
 
     def __init__(self, shape: Shape, device: str = "cuda", caches: int | None = None) -> None:
@@ -104,7 +112,7 @@ class Inputs:
 
         self.shape = shape
         self.q = randn(shape.q_len, shape.heads)
-        self.lengths = torch.full((shape.batch,), shape.kv_len, dtype=torch.int32, device=device)
+        self.lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
         number = shape.caches if caches is None else caches
         self.caches = [
             (randn(shape.kv_len, shape.kv_heads), randn(shape.kv_len, shape.kv_heads))
@@ -134,13 +142,15 @@ class Inputs:
         rows = [slice(0, q_len)]
         if q_len > 2 * CHECKED:
             rows = [slice(0, CHECKED), slice(q_len - CHECKED, q_len)]
-        one = [slice(b, b + 1) for b in range(self.shape.batch)]
 
-        def of(b: slice, row: slice) -> Tensor:
-            end = k.shape[1] - q_len + row.stop  # of the keys that the last of these rows sees
-            return attention_float64(self.q[b, row], k[b, :end], v[b, :end], causal=True)
+        def of(b: int, row: slice) -> Tensor:
+            end = self.shape.lengths[b] - q_len + row.stop  # of the keys that the last of these rows sees
+            one = slice(b, b + 1)
+            return attention_float64(self.q[one, row], k[one, :end], v[one, :end], causal=True)
 
-        return torch.cat([torch.cat([of(b, row) for row in rows], dim=1) for b in one])
+        return torch.cat(
+            [torch.cat([of(b, row) for row in rows], dim=1) for b in range(self.shape.batch)]
+        )
 
     def checked(self, out: Tensor) -> Tensor:
         """What :meth:`truth` has of a result."""

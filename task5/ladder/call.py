@@ -13,7 +13,9 @@ from common.inputs import check_attention, check_device, check_lengths, describe
 from task5.ladder.plan import (
     KERNELS,
     KEYS_AS_ROWS,
+    MOST_SEQUENCES,
     OF_EIGHT_WARPS,
+    OF_LENGTHS,
     ROWS,
     RUNGS,
     Call,
@@ -70,8 +72,8 @@ def decode_attention(
             Older keys are then loaded before that launch is complete, where that is faster; lengths and page numbers
             need no promise. None: it may write any key.
         batch_invariant: a sequence's result has the same bits alone, in any batch and order, contiguous or paged.
-        rung: 1, or of GPUs on Hopper 2 to 7, 5 for 16 bits alone, 6 and 7 for head_dim up to 128; the fastest for these
-            shapes if None.
+        rung: 1, or of GPUs on Hopper 2 to 9, 5 for 16 bits alone, 6, 7 and 9 for head_dim up to 128, 8 and 9
+            for up to 128 sequences; the fastest for these shapes if None.
 
     Returns:
         ``(batch, q_len, heads, head_dim)``, contiguous, q's dtype. A query that sees no key gives 0.
@@ -105,6 +107,7 @@ def decode_attention(
         choice = fastest(
             call, batch * kv_heads, kv_len, batch_invariant=batch_invariant, page_size=page_size,
             promised=new_keys is not None,
+            lengths=1 if seqlens_k is None and leftpad_k is None else batch,
         )  # fmt: skip
     if not choice.ahead:
         new_keys = None
@@ -217,6 +220,8 @@ def _check_rung(q: Tensor, rung: int | None) -> None:
         raise ValueError(f"rung {rung} computes in 16 bits; got {describe(q)}")
     if rung in OF_EIGHT_WARPS and q.shape[3] > 128:
         raise ValueError(f"rung {rung} is for head_dim up to 128; got {q.shape[3]}")
+    if rung in OF_LENGTHS and q.shape[0] > MOST_SEQUENCES:
+        raise ValueError(f"rung {rung} is for up to {MOST_SEQUENCES} sequences; got {q.shape[0]}")
 
 
 class _Workspace(NamedTuple):

@@ -20,13 +20,35 @@
 
 constexpr int MOST_BLOCKS = 16;    // of a cluster
 constexpr int MOST_LEAF_BITS = 7;  // of a tree
-constexpr int WARP_BITS = WARPS == 4 ? 2 : 3;
-static_assert(1 << WARP_BITS == WARPS);
+
+// Which cluster has which pair, where all pairs have as many: the grid says it.
+struct ByGrid {
+  static constexpr bool BY_LENGTH = false, any = true;
+  int2 own, now;  // the sequence's lengths, before and after the launch ahead of this one is complete
+
+  DEVICE void start(int) {}
+  DEVICE void find(const Decode& a, int) { own = lengths(a, b()); }
+  DEVICE void read_again(const Decode& a) { now = lengths(a, b()); }
+  DEVICE bool holds(const Decode&, int) const { return now.x == own.x && now.y == own.y; }
+  DEVICE int b() const { return blockIdx.z; }
+  DEVICE int pair() const { return blockIdx.y; }  // of the sequence's
+  DEVICE int cluster(int block_bits) const { return blockIdx.x >> block_bits; }  // of the pair's 1 << bits(a)
+  DEVICE int bits(const Decode& a) const { return a.cluster_bits; }
+  DEVICE bool more(int) const { return false; }
+  DEVICE int take(const Decode&, int) const { return -1; }
+  DEVICE void go_on(int) {}
+  DEVICE int64_t first(const Decode& a, int) const { return int64_t(b() * a.pairs() + pair()) << a.cluster_bits; }
+};
+
+// A rung may say another: by_length.cuh.
+#ifndef PLACE
+#define PLACE ByGrid
+#endif
 
 // TREE: a warp may have several leaves. That is a batch-invariant call's with more leaves than warps.
 template <bool TREE_>
 struct Cluster {
-  static constexpr bool SEVERAL_SEGMENTS = false, TREE = TREE_;
+  static constexpr bool SEVERAL_SEGMENTS = false, TREE = TREE_, BY_LENGTH = PLACE::BY_LENGTH;
   static constexpr int TILE_WARPS = 1;  // a tile is of one warp
   static constexpr int LEVELS = MOST_LEAF_BITS - 2;  // of the tree, within one of four warps
   static DEVICE int first_key(int) { return 0; }
@@ -39,30 +61,35 @@ struct Cluster {
     float2 ml[MOST_BLOCKS][ROWS];
     uint64_t received;  // counts what is sent here
     bool last;          // this block is the last of its pair
+    float2 further;     // an item, in block 0
   };
-  int rank, bits;   // 1 << bits blocks
-  int2 known, now;  // the sequence's lengths, before and after the launch ahead of this one is complete
+  PLACE place;
+  int rank, bits;  // 1 << bits blocks
+  int parity = 0;  // of what the blocks send each other
 
   template <typename Buffer>
   DEVICE void start(const Decode& a, Buffer& buffer) {
-    bits = 31 - __clz(gridDim.x) - a.cluster_bits, rank = blockIdx.x & ((1 << bits) - 1);
+    bits = a.block_bits, rank = blockIdx.x & ((1 << bits) - 1);
+    place.start(bits);
     if (threadIdx.x == 0) {
       mbarrier_init(&buffer.received, 1);
       mbarrier_init_fence();
-      const int rows = min(Buffer::ROWS, a.rows - a.row_tiles.remainder(blockIdx.y) * Buffer::ROWS);
-      mbarrier_arrive_expect(&buffer.received, received_bytes(rows, Buffer::D, bits, rank));
+      if (!BY_LENGTH) expect(a, buffer, blockIdx.y);  // else the pair is not known yet
     }
     __syncwarp();
     start_in_cluster();
   }
   DEVICE void find(const Decode& a, bool paged, Walk& w) {
-    w.b = blockIdx.z;
-    w.at(a, blockIdx.y);
-    known = lengths(a, w.b);
-    w.s = sequence(a, known);
-    const int warps = bits + a.cluster_bits + WARP_BITS, warp = (blockIdx.x << WARP_BITS) + threadIdx.x / 32;
-    w.end = w.s.tiles;
-    if (TREE || a.chunks) {
+    place.find(a, bits);
+    w.b = place.b();
+    w.at(a, place.pair());
+    w.s = sequence(a, place.own);
+    const int warps = bits + place.bits(a) + WARP_BITS;
+    const int warp = (((place.cluster(bits) << bits) + rank) << WARP_BITS) + threadIdx.x / 32;
+    w.end = place.any ? w.s.tiles : 0;
+    if (!place.any) {
+      w.tile = 0;
+    } else if (TREE || a.chunks) {
       w.step_bits = bits_of_leaves(31 - __clz(a.chunks), 31 - __clz(w.s.tiles), a.leaf_tile_bits);
       w.leaf = first_leaf(warp, warps, w.step_bits), w.leaf_end = first_leaf(warp + 1, warps, w.step_bits);
       w.tile = w.leaf < w.leaf_end ? reversed(w.leaf, w.step_bits) : w.end;
@@ -73,10 +100,29 @@ struct Cluster {
     }
   }
   DEVICE bool any(const Walk& w) const { return w.tile < w.end; }
-  DEVICE bool takes_part() const { return true; }
-  DEVICE void read_again(const Decode& a) { now = lengths(a, blockIdx.z); }
+  DEVICE bool takes_part() const { return place.any; }
+  DEVICE void read_again(const Decode& a) { place.read_again(a); }
   DEVICE static bool can_be_found_early(const Decode&) { return true; }
-  DEVICE bool holds() const { return now.x == known.x && now.y == known.y; }
+  DEVICE bool holds(const Decode& a) { return place.holds(a, bits); }
+  DEVICE void leave() const { meet(); }
+  // Whether the cluster takes a further item, for which all of its blocks have to be done with this one.
+  template <typename Buffer>
+  DEVICE bool next(const Decode& a, Buffer& buffer) {
+    if (!place.more(bits)) return false;
+    __syncwarp();
+    start_in_cluster(), wait_for_cluster();
+    if (rank == 0 && threadIdx.x == 0) buffer.further.x = __int_as_float(place.take(a, bits));
+    __syncwarp();
+    arrive_in_cluster(), wait_for_cluster();
+    const int item = __float_as_int(load_from(0, &buffer.further).x);
+    arrive_in_cluster();  // as start() does; block 0 may end when the others have read the item
+    if (item < 0) {
+      meet();
+      return false;
+    }
+    place.go_on(item), parity ^= 1;
+    return true;
+  }
   DEVICE void meet() const { wait_for_cluster(); }  // all blocks of the cluster have started
   // A part of a row's four columns, of the block's keys.
   template <typename T, int ROWS, int D>
@@ -91,7 +137,8 @@ struct Cluster {
   DEVICE void merge_blocks(const Decode& a, const Walk& w, Buffer<ROWS, D>& buffer) const {
     const int quads = min(ROWS, a.rows - w.row_0 * ROWS) * D / 4;
     if (bits > 0) {
-      mbarrier_wait(&buffer.received, 0);
+      if (BY_LENGTH && threadIdx.x == 0) expect(a, buffer, w.pair);
+      mbarrier_wait(&buffer.received, parity);
       for (int quad = rank + (threadIdx.x << bits); quad < quads; quad += THREADS << bits) {
         const int row = quad * 4 / D;
         finish<T, ROWS, D>(a, w, quad, merge_tree_of(bits, [&](int n) -> Part {
@@ -101,7 +148,7 @@ struct Cluster {
                            }));
       }
     }
-    if (a.cluster_bits == 0) return;
+    if (place.bits(a) == 0) return;
     clusters<ROWS, D>(a, w).merge(
         buffer.last, THREADS, quads, [] { __syncthreads(); },
         [&](int quad, const Part& p) { write<T, ROWS, D>(a, w, quad, p); });
@@ -111,7 +158,7 @@ struct Cluster {
   template <typename Math>
   static bool needs_tree(const Decode& a, int blocks) {
     if (a.chunks == 0) return false;
-    const int warps = blocks / (a.batch * a.kv_heads * ceil_div(a.rows, Math::ROWS)) * WARPS;
+    const int warps = blocks_of_a_pair(a, blocks, a.kv_heads * ceil_div(a.rows, Math::ROWS)) * WARPS;
     int most = 0, tile_bits = 0;
     while (2 << most <= a.chunks) ++most;
     while (2 << tile_bits <= ceil_div(a.kv_len, Math::KEYS)) ++tile_bits;
@@ -119,24 +166,28 @@ struct Cluster {
   }
   // Of a warp.
   static int64_t most_tiles(const Decode& a, int blocks) {
-    const int tiles = ceil_div(a.kv_len, 1 << a.tile_bits), warps = blocks / (a.batch * pairs_of(a)) * WARPS;
+    const int tiles = ceil_div(a.kv_len, 1 << a.tile_bits), warps = blocks_of_a_pair(a, blocks, pairs_of(a)) * WARPS;
     return max(ceil_div(tiles, warps), a.chunks ? 8 : 1);  // fewer leaves than warps: of eight tiles, or long
   }
   static cudaError_t launch(void (*kernel)(Decode), Decode a, int blocks, int bytes, cudaStream_t stream) {
-    const int pairs = pairs_of(a), of_a_pair = blocks / (a.batch * pairs);
-    while (int64_t(a.batch) * pairs << (a.cluster_bits + 1) <= a.slots) ++a.cluster_bits;
+    const int pairs = pairs_of(a), of_a_pair = blocks_of_a_pair(a, blocks, pairs);
+    while (!BY_LENGTH && int64_t(a.batch) * pairs << (a.cluster_bits + 1) <= a.slots) ++a.cluster_bits;
     const int of_a_cluster = of_a_pair >> a.cluster_bits;
+    while (2 << a.block_bits <= of_a_cluster) ++a.block_bits;
+    a.clusters_at_once = a.slots;
     if (of_a_cluster > 8) {
       cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
       if (error) return error;
     }
-    return launch_kernel(kernel, dim3(of_a_pair, pairs, a.batch), THREADS, bytes, stream, a, of_a_cluster);
+    const dim3 grid = BY_LENGTH ? dim3(blocks) : dim3(of_a_pair, pairs, a.batch);
+    return launch_kernel(kernel, grid, THREADS, bytes, stream, a, of_a_cluster);
   }
 
  private:
   template <int ROWS, int D>
   DEVICE SeveralClusters<ROWS, D> clusters(const Decode& a, const Walk& w) const {
-    return {a, w.b * a.pairs() + w.pair, int(blockIdx.x) >> bits, rank, bits};
+    const int pair = w.b * a.pairs() + w.pair;
+    return {a, pair, place.cluster(bits), rank, place.bits(a), bits, place.first(a, bits)};
   }
   template <typename T, int ROWS, int D>
   DEVICE void write(const Decode& a, const Walk& w, int quad, const Part& p) const {
@@ -145,7 +196,17 @@ struct Cluster {
   // Of all keys, or of a cluster's.
   template <typename T, int ROWS, int D>
   DEVICE void finish(const Decode& a, const Walk& w, int quad, const Part& p) const {
-    a.cluster_bits == 0 ? write<T, ROWS, D>(a, w, quad, p) : clusters<ROWS, D>(a, w).put(quad, p);
+    place.bits(a) == 0 ? write<T, ROWS, D>(a, w, quad, p) : clusters<ROWS, D>(a, w).put(quad, p);
+  }
+  // What the blocks of a cluster send to this one.
+  template <typename Buffer>
+  DEVICE void expect(const Decode& a, Buffer& buffer, int pair) const {
+    const int rows = min(Buffer::ROWS, a.rows - a.row_tiles.remainder(pair) * Buffer::ROWS);
+    mbarrier_arrive_expect(&buffer.received, received_bytes(rows, Buffer::D, bits, rank));
+  }
+  // Of a pair that is not cut. If lengths decide, there are blocks for so many clusters, or pairs if these are more.
+  static int blocks_of_a_pair(const Decode& a, int blocks, int pairs) {
+    return blocks / (BY_LENGTH ? max(int(a.slots), a.batch * pairs) : a.batch * pairs);
   }
   static int pairs_of(const Decode& a) { return a.kv_heads * a.row_tiles.d; }
   // Of the tree of a sequence that 1 << most warps could share: half as many leaves, or a quarter where they are many;

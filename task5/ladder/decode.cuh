@@ -24,7 +24,8 @@
 #define DEVICE __device__ __forceinline__
 
 // A rung has said: WARPS of a block; KV_BYTES of shared memory for K and V, or two tiles where these take more.
-constexpr int THREADS = 32 * WARPS;
+constexpr int THREADS = 32 * WARPS, WARP_BITS = WARPS == 4 ? 2 : 3;
+static_assert(1 << WARP_BITS == WARPS);
 constexpr float LOG2_E = 1.44269504f;
 
 // Division by a number that the host knows, of n with n * d < 2^32: a product instead of some 30 instructions. Decode
@@ -53,10 +54,12 @@ struct Decode {
   // 2); or how many warps could share those of a sequence (3, 4, 6, 7). Rung 5 finds that number itself.
   int chunks;
   int leaf_tile_bits = 2;  // 1 << leaf_tile_bits tiles of a leaf, where a pair has many
-  int cluster_bits = 0;    // 1 << cluster_bits clusters share a pair
+  // In rungs with clusters: 1 << block_bits blocks of one, 1 << cluster_bits of a pair; in rung 8 its length says these.
+  int block_bits = 0, cluster_bits = 0;
+  int clusters_at_once = 0;  // on the GPU, in rung 8
   float scale;
   float* partial;  // [slot][rows of a pair][head_dim], and behind all of them m, l: [slot][rows of a pair][2]
-  int64_t slots;  // in rungs 3 to 7, where several clusters share a pair, that of all pairs: see several_clusters.cuh
+  int64_t slots;  // in rungs 3 to 8, where several clusters share a pair, that of all pairs: see several_clusters.cuh
   int* counters;  // [batch * kv_heads * row_tiles], there times the blocks of a cluster; 0 between launches
 
   DEVICE int pairs() const { return kv_heads * int(row_tiles.d); }  // of a sequence

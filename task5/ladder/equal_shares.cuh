@@ -57,9 +57,10 @@ struct EqualShares {
   }
   DEVICE bool any(const Walk&) const { return takes_part(); }
   DEVICE bool takes_part() const { return begin < end; }
+  DEVICE void leave() const {}
   // Whether the lengths are still those of which it was made. Of more sequences a lane would have to keep several.
   DEVICE static bool can_be_found_early(const Decode& a) { return a.batch <= 32; }
-  DEVICE bool holds() const { return __all_sync(~0u, now.x == known.x && now.y == known.y); }
+  DEVICE bool holds(const Decode&) const { return __all_sync(~0u, now.x == known.x && now.y == known.y); }
   template <typename Buffer>
   DEVICE void start(const Decode&, Buffer&) {}
   DEVICE void read_again(const Decode& a) { now = lengths_of_lane(a); }

@@ -1,4 +1,4 @@
-"""The libraries' kernels, each given what suits it best: for decode contiguous caches of known length, or pages of 64.
+"""The libraries' kernels, each given what suits it best: for decode contiguous caches, or pages of 64, of known lengths.
 
 PyTorch's by backend, FlashAttention-3, and of FlashInfer its own two kernels and XQA (TensorRT-LLM's). A library that
 is not here, or does not take a shape, is left out of it with the reason.
@@ -48,17 +48,23 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend) -> Tensor:
     return sdpa(queries, k, v, backend=backend).transpose(1, 2)
 
 
-def _fa3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out = import_peer(FA3_MODULE).flash_attn_with_kvcache(q, k, v)
-    return out[0] if isinstance(out, tuple) else out
+def _fa3(inputs: Inputs) -> list[Call]:
+    used = {"cache_seqlens": inputs.lengths} if len(set(inputs.shape.lengths)) > 1 else {}
+
+    def attend(k: Tensor, v: Tensor) -> Tensor:
+        out = import_peer(FA3_MODULE).flash_attn_with_kvcache(inputs.q, k, v, **used)
+        return out[0] if isinstance(out, tuple) else out
+
+    return [partial(attend, k, v) for k, v in inputs.caches]
 
 
 def _flashinfer(inputs: Inputs, *, tensor_cores: bool) -> list[Call]:
     shape, (table, caches) = inputs.shape, inputs.pages(PAGE)
     device = table.device
-    indices = table.flatten()
-    indptr = torch.arange(0, len(indices) + 1, table.shape[1], dtype=torch.int32, device=device)
-    last = torch.full_like(inputs.lengths, (shape.kv_len - 1) % PAGE + 1)
+    each = (inputs.lengths + PAGE - 1) // PAGE  # pages of a sequence
+    indices = torch.cat([table[b, :n] for b, n in enumerate(each.tolist())])
+    indptr = torch.nn.functional.pad(each.cumsum(0, dtype=torch.int32), (1, 0))
+    last = (inputs.lengths - 1) % PAGE + 1
     wrapper = import_peer("flashinfer").BatchDecodeWithPagedKVCacheWrapper(
         torch.empty(WORKSPACE, dtype=torch.uint8, device=device), "NHD", use_cuda_graph=True,
         use_tensor_cores=tensor_cores, paged_kv_indptr_buffer=indptr.clone(),
@@ -88,12 +94,14 @@ PEERS = (
         for b in (Backend.MATH, Backend.EFFICIENT)
     ),
     Peer(Backend.CUDNN.value, _HALVES, _on_caches(_cudnn)),
-    Peer(FA3.label, _HALVES, _on_caches(_fa3)),
+    Peer(FA3.label, _HALVES, _fa3),
     Peer("FlashInfer, tensor cores", (BF16,), partial(_flashinfer, tensor_cores=True)),
     Peer("FlashInfer", (BF16,), partial(_flashinfer, tensor_cores=False)),
     Peer("XQA", (BF16,), _xqa),
 )
 LABELS = tuple(peer.label for peer in PEERS)
+# Those that take a length of each sequence.
+LENGTH_PEERS = {peer.label: peer.prepare for peer in PEERS if "SDPA" not in peer.label}
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, backend: SDPBackend) -> Tensor:

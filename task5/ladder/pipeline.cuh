@@ -108,144 +108,148 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
   Walk walk;
   // What is found before the launch ahead of this one is complete may have changed then: once more, in that case. Of
   // what has to follow it, only loads and copies do.
-  const bool early = DEPENDENT && Sharing::can_be_found_early(a);
+  bool early = DEPENDENT && Sharing::can_be_found_early(a);
   if (DEPENDENT && !early) wait_for_the_launch_before();
-  int keys_first;
-  for (bool again = !early;; again = true) {
-    share.find(a, PAGED, loader.walk);
-    queries.find(a, loader.walk);
-    walk = loader.walk;
-    loader.start(a, mem.KV[0][0][0][0], share.any(loader.walk));
-    queries.find_here();
-    keys_first = !again && share.any(walk) && Load::may_be_early(a, walk);
-    if (again) {
-      cp_async_wait<0>();
-    } else if (!keys_first && share.any(walk)) {
-      loader.prefetch(a);  // what was read may be old, but L2 is never wrong
-    }
+  while (true) {  // one item; by length, a cluster may take further ones
+    int keys_first;
+    for (bool again = !early;; again = true) {
+      share.find(a, PAGED, loader.walk);
+      queries.find(a, loader.walk);
+      walk = loader.walk;
+      loader.start(a, mem.KV[0][0][0][0], share.any(loader.walk));
+      queries.find_here();
+      keys_first = !again && share.any(walk) && Load::may_be_early(a, walk);
+      if (again) {
+        cp_async_wait<0>();
+      } else if (!keys_first && share.any(walk)) {
+        loader.prefetch(a);  // what was read may be old, but L2 is never wrong
+      }
     // Ahead of the wait these loads read what may change; but behind it their instructions have been fetched then.
 #pragma unroll 1
-    for (bool waited = !keys_first;; waited = true) {
-      if (waited && !again) wait_for_the_launch_before();
-      share.read_again(a);
-      loader.read_again();
-      queries.load();
-      __syncwarp();  // the copies, and the page translations that they may wait for, come behind these loads
-      if (!waited || !keys_first) loader.load_first(a);
-      if (waited) break;
+      for (bool waited = !keys_first;; waited = true) {
+        if (waited && !again) wait_for_the_launch_before();
+        share.read_again(a);
+        loader.read_again();
+        queries.load();
+        __syncwarp();  // the copies, and the page translations that they may wait for, come behind these loads
+        if (!waited || !keys_first) loader.load_first(a);
+        if (waited) break;
+      }
+      const bool ready = keys_first || (loader.done() && share.any(walk));
+      if (PAGED && ready) begin_the_next_launch();  // which has to find its pages before it can load
+      loader.find_next_pages(a);
+      if (again || (share.holds(a) && loader.holds())) break;
     }
-    const bool ready = keys_first || (loader.done() && share.any(walk));
-    if (PAGED && ready) begin_the_next_launch();  // which has to find its pages before it can load
-    loader.find_next_pages(a);
-    if (again || (share.holds() && loader.holds())) break;
-  }
-  if (!share.takes_part()) return;
-  queries.store(mem.Q[0]);
-  __syncthreads();  // Q complete
-  if (!PAGED && (keys_first || (loader.done() && share.any(walk)))) begin_the_next_launch();
+    if (!share.takes_part()) return share.leave();
+    queries.store(mem.Q[0]);
+    __syncthreads();  // Q complete
+    if (!PAGED && (keys_first || (loader.done() && share.any(walk)))) begin_the_next_launch();
 
-  Math math;
-  math.load_queries(mem.Q[0]);
-  const float scale = a.scale * LOG2_E;
-  int stage = 0;
+    Math math;
+    math.load_queries(mem.Q[0]);
+    const float scale = a.scale * LOG2_E;
+    int stage = 0;
   // The warp's tiles up to `end`, as one part.
-  auto add_tiles = [&](int end) {
-    math.start();
-    const int rounds = ceil_div(end, 1 << walk.step_bits);  // of the warp that has most tiles
+    auto add_tiles = [&](int end) {
+      math.start();
+      const int rounds = ceil_div(end, 1 << walk.step_bits);  // of the warp that has most tiles
     // All rows see all of a tile that begins at one of these keys.
-    int from = walk.s.begin + (a.window ? a.q_len - 1 : 0), to = walk.s.len - a.q_len + 1 - KEYS;
-    compute_here(from), compute_here(to);
+      int from = walk.s.begin + (a.window ? a.q_len - 1 : 0), to = walk.s.len - a.q_len + 1 - KEYS;
+      compute_here(from), compute_here(to);
 #pragma unroll 1
-    for (int i = 0; IN_STEP ? i < rounds : walk.tile < end; ++i, walk.tile += 1 << walk.step_bits) {
-      cp_async_wait<2 * STAGES - 3>();
-      if (IN_STEP) __syncthreads();
-      if (IN_STEP && walk.tile >= end) continue;
-      __syncwarp();  // K_j complete, and the stage that is loaded now has been read
-      const int key_0 = ((walk.s.first + walk.tile) << a.tile_bits) + Sharing::first_key(KEYS);
-      const unsigned exists = loader.existing(stage);
-      const bool all_seen = loader.all_exist() && key_0 >= from && key_0 <= to;
-      math.scores(mem.Q[0], mem.KV[stage][0][warp][0]);
-      loader.load(a, stage == 0 ? STAGES - 1 : stage - 1);  // while the products are computed
-      if (!all_seen)
-        math.mask({key_0, walk.s.begin, walk.s.len, a.q_len, a.window, walk.row_0 * ROWS, a.group, exists});
-      math.softmax(scale);
-      cp_async_wait<2 * STAGES - 2>();
-      __syncwarp();  // V_j complete
-      math.add_values(mem.KV[stage][1][warp][0], mem.KV[stage][0][warp][0]);  // K_j has been read
-      stage = stage == STAGES - 1 ? 0 : stage + 1;
-    }
-    math.complete();
-  };
-  float* O = reinterpret_cast<float*>(mem.KV);
-  if constexpr (!Sharing::SEVERAL_SEGMENTS) {
-    const int row_0 = walk.row_0 * ROWS, rows = min(ROWS, a.rows - row_0);
-    if constexpr (!Sharing::TREE) {
-      add_tiles(walk.end);
-    } else {  // the warp's leaves of the pair's tree
-      const int leaves = walk.leaf_end - walk.leaf;  // 0, or a power of two
-      // Subtrees whose right neighbour is not complete yet, of 1 << i leaves: small ones, which are many, in registers.
-      constexpr int FIT = Math::STATES_FIT ? 2 : 0;
-      typename Math::State waiting[Sharing::LEVELS], of_one, of_two;
-#pragma unroll 1
-      for (int i = 0; i < max(1, leaves); ++i) {
-        if (i > 0) walk.tile = reversed(walk.leaf + i, walk.step_bits);
-        add_tiles(walk.end);
-        if (leaves <= 1) break;
-        if constexpr (FIT > 0) {
-          if ((i & 1) == 0) of_one = math;
-          if ((i & 1) == 1) math.merge_into(of_one);
-          if ((i & 3) == 1) of_two = math;
-          if ((i & 3) == 3) math.merge_into(of_two);
-        }
-        int level = FIT;
-        if (((i + 1) & ((1 << FIT) - 1)) != 0 || leaves <= 1 << FIT || !Math::has_some_of(rows)) continue;
-#pragma unroll 1
-        for (; i >> level & 1; ++level) math.merge_into(waiting[level]);
-        if (i < leaves - 1) waiting[level] = math;
+      for (int i = 0; IN_STEP ? i < rounds : walk.tile < end; ++i, walk.tile += 1 << walk.step_bits) {
+        cp_async_wait<2 * STAGES - 3>();
+        if (IN_STEP) __syncthreads();
+        if (IN_STEP && walk.tile >= end) continue;
+        __syncwarp();  // K_j complete, and the stage that is loaded now has been read
+        const int key_0 = ((walk.s.first + walk.tile) << a.tile_bits) + Sharing::first_key(KEYS);
+        const unsigned exists = loader.existing(stage);
+        const bool all_seen = loader.all_exist() && key_0 >= from && key_0 <= to;
+        math.scores(mem.Q[0], mem.KV[stage][0][warp][0]);
+        loader.load(a, stage == 0 ? STAGES - 1 : stage - 1);  // while the products are computed
+        if (!all_seen)
+          math.mask({key_0, walk.s.begin, walk.s.len, a.q_len, a.window, walk.row_0 * ROWS, a.group, exists});
+        math.softmax(scale);
+        cp_async_wait<2 * STAGES - 2>();
+        __syncwarp();  // V_j complete
+        math.add_values(mem.KV[stage][1][warp][0], mem.KV[stage][0][warp][0]);  // K_j has been read
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
       }
-    }
-    __syncthreads();  // the stages have been read: now they are the warps' O_i
-    math.put(O + warp * ROWS * D, 0, D, rows);
-    math.put_ml(mem.m[warp], mem.l[warp], rows);
-    share.meet();
-    __syncthreads();  // the warps' parts complete
-    merge_warps(mem, O, ROWS * D, rows, 0, D, [&](int row, int e, const Part& p) {
-      share.template put<T>(a, walk, mem.buffer, row, e, p);
-    });
-    share.template merge_blocks<T>(a, walk, mem.buffer);
-  } else {
-#pragma unroll 1
-    while (true) {  // segments, and chunks of them
-      add_tiles(a.chunks ? min((walk.tile / walk.chunk + 1) * walk.chunk, walk.end) : walk.end);
+      math.complete();
+    };
+    float* O = reinterpret_cast<float*>(mem.KV);
+    if constexpr (!Sharing::SEVERAL_SEGMENTS) {
       const int row_0 = walk.row_0 * ROWS, rows = min(ROWS, a.rows - row_0);
-      const bool segment_ends = walk.tile == walk.end, more = walk.more(), last = segment_ends && !more;
-      const bool done = segment_ends && walk.pair_units == (a.chunks ? 1 : walk.units);
-      Walk next = walk;
-      if (segment_ends && more) {
-        next.next_segment(a);
-        queries.find(a, next);
-        queries.load();  // arrives while the parts are merged
+      if constexpr (!Sharing::TREE) {
+        add_tiles(walk.end);
+      } else {  // the warp's leaves of the pair's tree
+        const int leaves = walk.leaf_end - walk.leaf;  // 0, or a power of two
+      // Subtrees whose right neighbour is not complete yet, of 1 << i leaves: small ones, which are many, in registers.
+        constexpr int FIT = Math::STATES_FIT ? 2 : 0;
+        typename Math::State waiting[Sharing::LEVELS], of_one, of_two;
+#pragma unroll 1
+        for (int i = 0; i < max(1, leaves); ++i) {
+          if (i > 0) walk.tile = reversed(walk.leaf + i, walk.step_bits);
+          add_tiles(walk.end);
+          if (leaves <= 1) break;
+          if constexpr (FIT > 0) {
+            if ((i & 1) == 0) of_one = math;
+            if ((i & 1) == 1) math.merge_into(of_one);
+            if ((i & 3) == 1) of_two = math;
+            if ((i & 3) == 3) math.merge_into(of_two);
+          }
+          int level = FIT;
+          if (((i + 1) & ((1 << FIT) - 1)) != 0 || leaves <= 1 << FIT || !Math::has_some_of(rows)) continue;
+#pragma unroll 1
+          for (; i >> level & 1; ++level) math.merge_into(waiting[level]);
+          if (i < leaves - 1) waiting[level] = math;
+        }
       }
+      __syncthreads();  // the stages have been read: now they are the warps' O_i
+      math.put(O + warp * ROWS * D, 0, D, rows);
+      math.put_ml(mem.m[warp], mem.l[warp], rows);
+      share.meet();
+      __syncthreads();  // the warps' parts complete
+      merge_warps(mem, O, ROWS * D, rows, 0, D, [&](int row, int e, const Part& p) {
+        share.template put<T>(a, walk, mem.buffer, row, e, p);
+      });
+      share.template merge_blocks<T>(a, walk, mem.buffer);
+      if (!share.next(a, mem.buffer)) return;
+      early = false;
+    } else {
+#pragma unroll 1
+      while (true) {  // segments, and chunks of them
+        add_tiles(a.chunks ? min((walk.tile / walk.chunk + 1) * walk.chunk, walk.end) : walk.end);
+        const int row_0 = walk.row_0 * ROWS, rows = min(ROWS, a.rows - row_0);
+        const bool segment_ends = walk.tile == walk.end, more = walk.more(), last = segment_ends && !more;
+        const bool done = segment_ends && walk.pair_units == (a.chunks ? 1 : walk.units);
+        Walk next = walk;
+        if (segment_ends && more) {
+          next.next_segment(a);
+          queries.find(a, next);
+          queries.load();  // arrives while the parts are merged
+        }
       // At the end of the share the stages are free, and have room for all columns.
-      O = last ? reinterpret_cast<float*>(mem.KV) : mem.buffer.O[0];
-      const int stride = last ? ROWS * D : mem.buffer.FLOATS, columns = last ? D : min(D, stride / rows / 32 * 32);
-      if (last) __syncthreads();  // the stages have been read
-      for (int e_0 = 0; e_0 < D; e_0 += columns) {
-        if (e_0) __syncthreads();  // the columns before have been merged
-        const int width = min(columns, D - e_0);
-        math.put(O + warp * stride, e_0, width, rows);
-        if (e_0 == 0) math.put_ml(mem.m[warp], mem.l[warp], rows);
-        __syncthreads();  // the warps' parts complete, Q consumed
-        merge_warps(mem, O, stride, rows, e_0, width, [&](int row, int e, const Part& p) {
-          done ? write_out<T>(a, walk, row_0 + row, e, p) : share.put(a, walk, mem.buffer, row, e, p);
-        });
+        O = last ? reinterpret_cast<float*>(mem.KV) : mem.buffer.O[0];
+        const int stride = last ? ROWS * D : mem.buffer.FLOATS, columns = last ? D : min(D, stride / rows / 32 * 32);
+        if (last) __syncthreads();  // the stages have been read
+        for (int e_0 = 0; e_0 < D; e_0 += columns) {
+          if (e_0) __syncthreads();  // the columns before have been merged
+          const int width = min(columns, D - e_0);
+          math.put(O + warp * stride, e_0, width, rows);
+          if (e_0 == 0) math.put_ml(mem.m[warp], mem.l[warp], rows);
+          __syncthreads();  // the warps' parts complete, Q consumed
+          merge_warps(mem, O, stride, rows, e_0, width, [&](int row, int e, const Part& p) {
+            done ? write_out<T>(a, walk, row_0 + row, e, p) : share.put(a, walk, mem.buffer, row, e, p);
+          });
+        }
+        if (segment_ends && !done) share.template merge_blocks<T>(a, walk, mem.buffer);
+        if (last) return;
+        if (segment_ends) queries.store(mem.Q[0]);
+        walk = next;
+        __syncthreads();  // the parts consumed, the next Q complete
+        if (segment_ends) math.load_queries(mem.Q[0]);
       }
-      if (segment_ends && !done) share.template merge_blocks<T>(a, walk, mem.buffer);
-      if (last) return;
-      if (segment_ends) queries.store(mem.Q[0]);
-      walk = next;
-      __syncthreads();  // the parts consumed, the next Q complete
-      if (segment_ends) math.load_queries(mem.Q[0]);
     }
   }
 }

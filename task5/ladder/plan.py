@@ -16,13 +16,16 @@ KERNELS = {
     5: Kernels(__file__, "05_keys_as_rows.cu"),
     6: Kernels(__file__, "06_eight_warps.cu"),
     7: Kernels(__file__, "07_in_step.cu"),
+    8: Kernels(__file__, "08_by_length.cu"),
+    9: Kernels(__file__, "09_in_step_by_length.cu"),
 }
 RUNGS = tuple(KERNELS)
-CLUSTERS = (3, 4, 5, 6, 7)  # of the rungs
+CLUSTERS = (3, 4, 5, 6, 7, 8, 9)  # of the rungs
 KEYS_AS_ROWS = 5  # for 16 bits
-EIGHT_WARPS, IN_STEP = 6, 7
-OF_EIGHT_WARPS = (EIGHT_WARPS, IN_STEP)  # for head_dim up to 128
-ONE_TREE = (3, 4, *OF_EIGHT_WARPS)  # batch-invariant, they have the same bits
+EIGHT_WARPS, IN_STEP, BY_LENGTH, IN_STEP_BY_LENGTH = 6, 7, 8, 9
+OF_EIGHT_WARPS = (EIGHT_WARPS, IN_STEP, IN_STEP_BY_LENGTH)  # for head_dim up to 128
+OF_LENGTHS = (BY_LENGTH, IN_STEP_BY_LENGTH)  # which decide how many clusters a pair has
+ONE_TREE = (3, 4, *OF_EIGHT_WARPS, BY_LENGTH)  # batch-invariant, they have the same bits
 MOST_BLOCKS = 16  # of a cluster; of a pair, where its blocks are no cluster
 WARPS = 4  # of a block; rungs 6 and 7 have twice as many
 MOST_CLUSTERS = 8  # of a pair, in rung 5
@@ -32,6 +35,8 @@ LONG_BYTES, LONG_BYTES_COMPUTE_BOUND = 400e6, 100e6
 # As in bits_of_leaves() of cluster.cuh.
 TILES_OF_A_LEAF = 64  # with fewer, a half or a quarter of the leaves are used
 MOST_LEAVES = 128
+MOST_SEQUENCES = 128  # whose lengths a warp of rungs 8 and 9 holds
+UNEVEN_BYTES = 100e6  # of K and V, from which it pays that lengths decide
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see fastest()
 # Keys of all kv heads, head_dim 128 or twice as many of 64: where all SMs begin to be faster than every other one,
 # where they stop to be, and where they are again. See _fastest_of_few_pairs().
@@ -59,6 +64,11 @@ class Call(NamedTuple):
     def two_tiles(self) -> bool:
         """Whether the rows of a kv head are two pairs of all rungs but 5."""
         return ROWS < self.rows <= 2 * ROWS and self.head_dim <= 128
+
+    @property
+    def computes_little(self) -> bool:
+        """Whether a block on each SM is enough."""
+        return self.head_dim <= 128 and self.rows * self.item_size <= ROWS
 
     @property
     def compute_bound(self) -> bool:
@@ -95,15 +105,36 @@ def fastest(
     batch_invariant: bool = False,
     page_size: int | None = None,
     promised: bool = False,
+    lengths: int = 1,
 ) -> Choice:
     """The fastest for ``heads`` kv heads of all sequences, as NOTES.md has measured it.
 
-    Batch-invariant, a sequence has the same bits from rungs 3, 4, 6 and 7, and others from 5: which of the two it is,
-    is told from what is the same in any batch, and whatever room there is.
+    Batch-invariant, a sequence has the same bits from rungs 3, 4 and 6 to 9, and others from 5: which of the two it
+    is, is told from what is the same in any batch, and whatever room there is.
 
     Args:
         promised: whether keys may be loaded ahead of the wait.
+        lengths: how many sequences there are whose lengths may differ.
     """
+    choice = _fastest_of_equal_lengths(
+        call, heads, kv_len, batch_invariant=batch_invariant, page_size=page_size, promised=promised
+    )
+    bytes_ = 2 * heads * kv_len * call.head_dim * call.item_size
+    if not (2 <= lengths <= MOST_SEQUENCES and bytes_ >= UNEVEN_BYTES and choice.rung in ONE_TREE):
+        return choice
+    in_order = heads <= call.sms and call.computes_little and not page_size
+    return Choice(IN_STEP_BY_LENGTH if in_order else BY_LENGTH, promised)
+
+
+def _fastest_of_equal_lengths(
+    call: Call,
+    heads: int,
+    kv_len: int,
+    *,
+    batch_invariant: bool,
+    page_size: int | None,
+    promised: bool,
+) -> Choice:
     sms = call.sms
     if not call.hopper:
         return Choice(1)
@@ -172,7 +203,7 @@ def _in_step(
     call: Call, heads: int, kv_len: int, batch_invariant: bool, page_size: int | None
 ) -> bool:
     """Whether rung 7 is faster than 4 and 6: where an SM reads more than 3 MB in order, and computes little with it."""
-    if call.head_dim > 128 or call.rows * call.item_size > ROWS or heads > call.sms:
+    if not call.computes_little or heads > call.sms:
         return False
     if page_size or (batch_invariant and call.item_size == 4):
         return False
@@ -264,6 +295,8 @@ def plan(
             single = _power_of_two(min(most, call.sms // pairs))
             if single > of_a_cluster:
                 of_a_cluster, clusters = 1, single
+        if rung in OF_LENGTHS:
+            return _by_length(call, rung, pairs, of_a_cluster, kv_len, leaves)
         return _in_clusters(call, rung, pairs, of_a_cluster, clusters, leaves)
     tall = call.query(rung, "rows_of_a_pair")
     pairs, room = _pairs(call, rung, kv_heads), _blocks(call, rung)
@@ -286,6 +319,17 @@ def _in_clusters(
     rows = call.query(rung, "rows_of_a_pair")
     floats = pairs * clusters * rows * call.head_dim // 4 * 6  # of four columns O, m and l
     return Plan(rung, blocks, chunks, pairs * clusters, floats, counters=pairs * of_a_cluster)
+
+
+def _by_length(
+    call: Call, rung: int, pairs: int, of_a_cluster: int, kv_len: int, chunks: int
+) -> Plan:
+    """A cluster for each pair, or as many as the GPU holds at once; and parts for fewer than these."""
+    tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
+    at_once = call.query(rung, "clusters_at_once", blocks=of_a_cluster, tiles=min(tiles, LONG))
+    blocks = max(pairs, at_once) * of_a_cluster
+    floats = at_once * call.query(rung, "rows_of_a_pair") * call.head_dim // 4 * 6
+    return Plan(rung, blocks, chunks, at_once, floats, pairs * of_a_cluster + 1)
 
 
 def _pairs(call: Call, rung: int, kv_heads: int) -> int:

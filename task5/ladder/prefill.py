@@ -1,6 +1,6 @@
 """Chunked prefill beside the libraries: some tokens of a prompt against the keys before them, and its bar."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -9,11 +9,11 @@ from common.record.grid import Grid
 from common.timing.compare import Measured
 from task4.ladder import ladder_attention
 from task4.prefill import fast_attention
-from task5.ladder.benchmark import OURS, Call, Inputs, Prepare, Shape, time_shape
+from task5.ladder import beside
+from task5.ladder.benchmark import OURS, Call, Inputs, Prepare, Shape
 from task5.ladder.peers import CHUNK_PEERS
 
 LADDER = "task 4's ladder"
-AT_LEAST = 1.0  # x the best library
 Q_LENS, KV_LENS = (16, 64, 256, 1024, 2048), (2048, 8192, 65536)
 CHUNKS = (
     Shape(3, 16, 4, 5000, 64, q_len=333),
@@ -40,35 +40,16 @@ SIDES: dict[str, Prepare] = {OURS: _of(fast_attention), LADDER: _of(ladder_atten
 SIDES |= CHUNK_PEERS
 
 
-def time_chunks(
-    chunks: Sequence[Shape], seed: int, say: Callable[[str], object] = lambda _: None
-) -> Grid:
-    """Time these on the current GPU, each side in turn, and judge them. ``say`` gets the name of each that begins."""
-    found = {}
-    for chunk in chunks:
-        say(chunk.key)
-        found[chunk.key] = time_shape(chunk, SIDES, seed)
-    return judge(chunks, found)
+def time_chunks(seed: int, say: Callable[[str], object]) -> Grid:
+    """Time CHUNKS on the current GPU, and judge them. ``say`` gets the name of each that begins."""
+    return judge(CHUNKS, beside.time_shapes(CHUNKS, SIDES, seed, say))
 
 
-def judge(chunks: Sequence[Shape], found: dict[str, Measured]) -> Grid:
+def judge(chunks: Sequence[Shape], found: Mapping[str, Measured]) -> Grid:
     """The table of these times, beside the bar."""
-    columns = ["", OURS, "TFLOP/s", LADDER, *CHUNK_PEERS, "x best library", "best library"]
-    grid = Grid(f"Microseconds per call. Bar: {AT_LEAST:g} x the best library", columns)
-    for chunk in chunks:
-        times, left_out = found[chunk.key].times, found[chunk.key].left_out
-        us = {side: 1e3 * timing.median_ms for side, timing in times.items()}
-        if OURS not in us:
-            grid.bars.append(False)
-            reason = f"{left_out.get(OURS)} !"
-            grid.rows.append([chunk.key, reason] + ["-"] * (len(columns) - 2))
-            continue
-        best = min((x for x in CHUNK_PEERS if x in us), key=us.__getitem__, default=None)
-        ratio = grid.judged(us[best] / us[OURS], AT_LEAST) if best else "-"
-        others = (f"{us[x]:.1f}" if x in us else "-" for x in (LADDER, *CHUNK_PEERS))
-        rate = f"{flop(chunk) / us[OURS] / 1e6:.0f}"
-        grid.rows.append([chunk.key, f"{us[OURS]:.1f}", rate, *others, ratio, best or "-"])
-    return grid
+    rate = {"TFLOP/s": lambda chunk, us: f"{flop(chunk) / us[OURS] / 1e6:.0f}"}
+    columns = beside.of_sides([OURS]) | rate | beside.of_sides([LADDER])
+    return beside.judge(chunks, found, columns, list(CHUNK_PEERS))
 
 
 def flop(chunk: Shape) -> int:

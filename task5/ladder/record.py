@@ -1,4 +1,4 @@
-"""What complete runs found, in table.json: the times, the bars, chunked prefill and the endurance run."""
+"""What complete runs found, in table.json: times, bars, uneven lengths, chunked prefill and the endurance run."""
 
 from dataclasses import dataclass, field
 
@@ -40,6 +40,7 @@ class Record:
 
     times: Times | None = None
     bars: Tables | None = None
+    uneven: Tables | None = None
     prefill: Tables | None = None
     steps: Tables | None = None
 

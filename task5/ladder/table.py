@@ -15,6 +15,7 @@ from task5.ladder.rungs import FOLDER, RUNGS
 PICTURE = "decode.png"
 STALE = "The kernels have changed since."
 NOT_YET = ["Not measured yet: `python -m task5.ladder` on a GPU.", ""]
+NO_UNEVEN = ["Not measured yet: `python -m task5.ladder --uneven` on a GPU.", ""]
 NO_PREFILL = ["Not measured yet: `python -m task5.ladder --prefill` on a GPU.", ""]
 NO_STEPS = ["Not measured yet: `python -m task5.ladder --steps 10000` on a GPU.", ""]
 TIMED = (*SHAPES, *(s for shapes in CURVES.values() for s in shapes if s not in SHAPES))
@@ -28,6 +29,7 @@ def rendered(record: Record) -> str:
     """
     parts = {"times": _times(record.times) if record.times else NOT_YET}
     parts["bars"] = _tables(record.bars) if record.bars else NOT_YET
+    parts["uneven"] = _tables(record.uneven) if record.uneven else NO_UNEVEN
     parts["prefill"] = _tables(record.prefill) if record.prefill else NO_PREFILL
     parts["steps"] = _tables(record.steps) if record.steps else NO_STEPS
     text = (FOLDER / "RESULTS.md").read_text("utf-8")

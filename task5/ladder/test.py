@@ -12,7 +12,7 @@ from common.check.rng import new_seed
 from common.tests.devices import DEVICE, of_gpus_hopper
 from task5.ladder import append_rope, call, decode_attention, plan
 from task5.ladder.call import ON_CPU
-from task5.ladder.plan import KEYS_AS_ROWS, OF_EIGHT_WARPS, ONE_TREE
+from task5.ladder.plan import KEYS_AS_ROWS, OF_EIGHT_WARPS, OF_LENGTHS, ONE_TREE
 from task5.ladder.plan import RUNGS as ALL_RUNGS
 
 RUNGS = [1, *(pytest.param(n, marks=of_gpus_hopper) for n in ALL_RUNGS[1:]), None]
@@ -29,16 +29,10 @@ class Case:
     def __init__(self, seed, dtypes=(torch.float32, *HALVES), head_dims=HEAD_DIMS):
         self.rng = r = random.Random(seed)
         torch.manual_seed(seed)
-        self.batch, self.kv_heads = r.choice((1, 2, 3)), r.choice((1, 2, 3))
-        self.heads, self.q_len = (
-            self.kv_heads * r.choice((1, 2, 4, 5, 8, 16)),
-            r.choice((1, 1, 1, 2, 5, 16)),
-        )
-        self.head_dim, self.room = r.choice(head_dims), max(self.q_len, r.choice(LENGTHS))
+        self.choose(r, head_dims)
         dtype = r.choice(dtypes)
         self.window = r.choice((None, None, 1, 17, 100))
         self.new_keys = r.choice((None, 0, self.q_len, 100))
-        self.lengths = [r.randint(0, self.room) for _ in range(self.batch)]
         self.leftpad = [r.choice((0, 0, 0, r.randint(0, self.room))) for _ in range(self.batch)]
 
         def randn(length, heads):
@@ -52,6 +46,16 @@ class Case:
             for t in (self.k, self.v):
                 t[b, end:] = math.nan
                 t[b, :begin] = math.nan
+
+    def choose(self, r, head_dims):
+        """Shapes and lengths."""
+        self.batch, self.kv_heads = r.choice((1, 2, 3)), r.choice((1, 2, 3))
+        self.heads, self.q_len = (
+            self.kv_heads * r.choice((1, 2, 4, 5, 8, 16)),
+            r.choice((1, 1, 1, 2, 5, 16)),
+        )
+        self.head_dim, self.room = r.choice(head_dims), max(self.q_len, r.choice(LENGTHS))
+        self.lengths = [r.randint(0, self.room) for _ in range(self.batch)]
 
     def expected(self, dtype):
         """softmax(scale q k^T) v, sequence by sequence."""
@@ -106,6 +110,18 @@ class Case:
             pool[table.flatten()] = padded.view(-1, size, *t.shape[2:])
             pools.append(pool)
         return *pools, table.to(device=DEVICE, dtype=torch.int32)
+
+
+class Uneven(Case):
+    """A few long sequences among short ones."""
+
+    def choose(self, r, head_dims):
+        self.batch, self.kv_heads = r.choice(((2, 2), (3, 3), (5, 2), (33, 1), (70, 1), (128, 1)))
+        self.heads, self.q_len = self.kv_heads * r.choice((1, 2, 4, 5)), r.choice((1, 1, 2, 5))
+        self.head_dim, self.room = r.choice(head_dims if self.batch < 10 else (64,)), 1500
+        self.lengths = [r.randint(0, 40) for _ in range(self.batch)]
+        for b in r.sample(range(self.batch), r.randint(1, 1 + self.batch // 16)):
+            self.lengths[b] = r.randint(self.room // 2, self.room)
 
 
 def case_for(rung, seed):
@@ -237,7 +253,7 @@ def test_pages_outside_of_the_pool_are_not_seen(rung, head_dim):
 
 
 @of_gpus_hopper
-@pytest.mark.parametrize("rung", ONE_TREE)
+@pytest.mark.parametrize("rung", [rung for rung in ONE_TREE if rung not in OF_LENGTHS])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_blocks_that_are_no_cluster_share_a_pair(monkeypatch, rung, batch_invariant):
     """As of long caches of few heads; the same bits as from a cluster, where a call is batch-invariant."""
@@ -282,6 +298,45 @@ def test_blocks_that_are_no_cluster_share_a_pair(monkeypatch, rung, batch_invari
         assert torch.equal(several[0], one)
     truth = decode_attention(q.float(), k.float(), v.float(), seqlens_k=given["seqlens_k"], rung=1)
     assert (several[0] - truth).abs().max() < (1e-5 if dtype == torch.float32 else 2e-3)
+
+
+@of_gpus_hopper
+@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("rung", OF_LENGTHS)
+def test_long_sequences_among_short_ones(monkeypatch, rung, part):
+    """As on a GPU that holds few clusters at once, so that some take several items."""
+    query, workspace, scratch = plan.Call.query, call.workspace, []
+
+    def watched(device, floats, counters):
+        scratch.append((torch.full((floats,), math.nan, device=device), workspace(device, 1, counters)[1]))
+        return scratch[-1]
+
+    monkeypatch.setattr(call, "workspace", watched)
+    cut, several = 0, 0
+    for seed in random.Random(new_seed() + part).sample(range(10**9), CASES // 4):
+        case = Uneven(seed, head_dims=(64, 128) if rung in OF_EIGHT_WARPS else HEAD_DIMS)
+        pairs = case.batch * case.kv_heads
+        most = case.rng.choice((pairs // 2, pairs, 1000))
+
+        def few(self, rung, name, **arguments):
+            found = query(self, rung, name, **arguments)
+            return min(found, most) if name == "clusters_at_once" else found
+
+        monkeypatch.setattr(plan.Call, "query", few)
+        plan.plan.cache_clear()
+        scratch.clear()
+        case.check(case.run(rung=rung, paged=case.rng.random() < 0.3))
+        whole = case.run(rung=rung, batch_invariant=True)
+        some = case.rng.sample(range(case.batch), case.rng.randint(1, case.batch))
+        again = case.run(some, rung=rung, batch_invariant=True)
+        assert torch.equal(again, whole[some])
+        assert not any(counters.any() for _, counters in scratch)
+        of_one = bool(scratch[0][0].isfinite().any())
+        cut += of_one
+        several += of_one and most <= pairs
+        assert torch.equal(case.run(rung=4, batch_invariant=True), whole)
+    plan.plan.cache_clear()
+    assert cut and several
 
 
 @of_gpus_hopper
@@ -527,7 +582,7 @@ HALF = torch.float16
         ({"scale": 1e300}, "scale must be above 0 and finite; got 1e\\+300"),
         ({n: torch.zeros(1, 1, 1, 64, dtype=HALF).expand(70, 1 << 24, 256, 64) for n in "kv"}
          | {"q": torch.zeros(70, 1, 256, 64, dtype=HALF)}, "there must be at most 2,147,483,647 tiles of 16 keys"),
-        ({"rung": 8}, r"rung must be one of \(1, 2, 3, 4, 5, 6, 7\); got 8"),
+        ({"rung": 10}, r"rung must be one of \(1, 2, 3, 4, 5, 6, 7, 8, 9\); got 10"),
         ({"seqlens_k": torch.zeros(2, dtype=torch.int32)}, "seqlens_k must be"),
         ({"block_table": torch.zeros(1, 2, dtype=torch.int32)}, "page_size must be a multiple of 16 up to 256; got 40"),
         ({"block_table": torch.zeros(1, 2), **{n: torch.zeros(3, 32, 2, 64, dtype=HALF) for n in "kv"}}, "block_table must be .* int32"),
@@ -582,7 +637,15 @@ def test_eight_warps_are_for_head_dims_up_to_128(rung):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
-@pytest.mark.parametrize("rung", [1, 3, 5, 6, 7])
+@of_gpus_hopper
+@pytest.mark.parametrize("rung", OF_LENGTHS)
+def test_lengths_decide_for_up_to_128_sequences(rung):
+    q = torch.zeros(129, 1, 1, 64, device=DEVICE)
+    with pytest.raises(ValueError, match=f"rung {rung} is for up to 128 sequences; got 129"):
+        decode_attention(q, q, q, rung=rung)
+
+
+@pytest.mark.parametrize("rung", [1, 3, 5, 6, 7, 8, 9])
 def test_the_check_build_finds_nothing(rung):
     from common.build import using
 

@@ -15,7 +15,7 @@ from common.timing import Backend, Timing
 from common.timing.compare import Measured
 from common.timing.peers import FA3
 from task5.ladder import __main__ as command
-from task5.ladder import bars, benchmark, peers, plot, prefill, record, steps, table
+from task5.ladder import bars, benchmark, peers, plot, prefill, record, steps, table, uneven
 from task5.ladder.benchmark import (
     BF16,
     CURVES,
@@ -45,9 +45,8 @@ def ladder(tmp_path, monkeypatch):
     for module in (table, plot):
         monkeypatch.setattr(module, "FOLDER", tmp_path)
     monkeypatch.setattr(record, "TABLE", tmp_path / "table.json")
-    marks = (
-        f"<!-- ladder: {s} -->\n<!-- end: {s} -->\n" for s in ("times", "bars", "prefill", "steps")
-    )
+    parts = ("times", "bars", "uneven", "prefill", "steps")
+    marks = (f"<!-- ladder: {s} -->\n<!-- end: {s} -->\n" for s in parts)
     (tmp_path / "RESULTS.md").write_text("mine\n" + "".join(marks) + "mine\n")
     return tmp_path
 
@@ -270,7 +269,7 @@ def test_results_are_filled_in_between_the_markers_only(ladder):
     text = (ladder / "RESULTS.md").read_text()
     assert text.startswith("mine\n") and text.endswith("\nmine\n")
     assert "A pure read in the same run: 4,380 GB/s." in text and "(decode.png)" in text
-    assert "0 of 1 bars met" in text and text.count("Not measured yet") == 2
+    assert "0 of 1 bars met" in text and text.count("Not measured yet") == 3
     assert "2026-01-01" in text and "2026-03-03" in text and "FlashInfer: 0.6.13" in text
     assert f"- FlashInfer, {LARGE.key}: no such shape" in text
     assert f"- [{RUNGS[0].label}]({RUNGS[0].file}): {RUNGS[0].title}" in text
@@ -330,6 +329,8 @@ def test_the_picture(ladder):
         (["--steps", "0"], "--steps must be at least 1; got 0"),
         (["--rung", "1"], "unrecognized arguments"),
         (["--prefill", "--shape", "B1"], "--shape and --no-check are for the timing of decode"),
+        (["--uneven", "--no-check"], "--shape and --no-check are for the timing of decode"),
+        (["--uneven", "--prefill"], "argument --prefill: not allowed with argument --uneven"),
         (["--check-only", "--no-check"], "--shape and --no-check are for the timing of decode"),
         (["--prefill", "--render"], "argument --render: not allowed with argument --prefill"),
         (["--steps", "3", "--check-only"], "not allowed with argument --steps"),
@@ -352,7 +353,7 @@ def test_shapes_are_chosen_by_words():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what it does without a GPU")
-@pytest.mark.parametrize("option", ["--bars", "--prefill"])
+@pytest.mark.parametrize("option", ["--bars", "--uneven", "--prefill"])
 def test_what_needs_a_gpu(option, capsys):
     with pytest.raises(SystemExit) as end:
         command.main([option])
@@ -412,7 +413,8 @@ def test_only_a_complete_run_is_written(on_gpu, capsys):
     curve = kept.times.shapes["B16 32/8 kv131072 d128 bfloat16"].times
     assert OURS in curve and paged(64) not in curve and ON_CPU[0].label not in curve
     assert "2026-05-05" in (on_gpu / "RESULTS.md").read_text()
-    assert set(json.loads(record.TABLE.read_text())) == {"times", "bars", "prefill", "steps"}
+    kept_parts = {"times", "bars", "uneven", "prefill", "steps"}
+    assert set(json.loads(record.TABLE.read_text())) == kept_parts
 
 
 def test_the_steps_of_a_gpu_are_kept(on_gpu, monkeypatch):
@@ -421,6 +423,53 @@ def test_the_steps_of_a_gpu_are_kept(on_gpu, monkeypatch):
     assert command.main(["--steps", "9"]) == 0
     assert record.load().steps.grids == [grid]
     assert "9 decode steps" in (on_gpu / "RESULTS.md").read_text()
+
+
+# Uneven lengths ---------------------------------------------------------------------------------------------
+
+
+def test_lengths_differ_in_a_call():
+    even = uneven.Uneven(4, 4, 2, 64, 64, FP32)
+    long = uneven.Uneven(3, 4, 2, 64, 64, FP32, spread=uneven.ONE_LONG)
+    assert sorted(even.lengths) == [16, 32, 48, 64] and long.lengths == (2, 2, 64)
+    assert even.key.endswith("float32, 1 to all") and long.key.endswith("float32, one long")
+    assert long.bytes == 2 * 68 * 2 * 64 * 4
+    for shape in (even, long):
+        inputs = Inputs(shape, "cpu", caches=1)
+        for prepare in (uneven.SIDES[OURS], uneven.SIDES[paged(uneven.PAGE)]):
+            (call,) = prepare(inputs)
+            torch.testing.assert_close(call().double(), inputs.truth(), atol=1e-5, rtol=1e-4)
+
+
+def test_uneven_lengths_are_judged():
+    fast, slow, broken = uneven.SHAPES[:3]
+    found = {
+        fast.key: at({OURS: 10, XQA: 12.5, "FlashInfer": 15}),
+        slow.key: at({OURS: 10, FA3.label: 9}),
+        broken.key: at({XQA: 10}, ours="wrong result: 1 away from float64"),
+    }
+    grid = uneven.judge([fast, slow, broken], found, 3000.0)
+    assert all(len(row) == len(grid.columns) for row in grid.rows)
+    assert grid.rows[0][1:4] == ["151", "50.3", "10.0"]
+    assert grid.rows[0][-2:] == ["1.25", XQA] and grid.rows[1][-2:] == ["0.90 !", FA3.label]
+    assert grid.bars == [True, False, False]
+    assert "SDPA" not in "".join(grid.columns)
+
+
+def test_the_uneven_shapes():
+    keys = [shape.key for shape in uneven.SHAPES]
+    assert len(set(keys)) == len(keys) and all(len(set(s.lengths)) > 1 for s in uneven.SHAPES)
+    assert all(min(s.lengths) >= 1 and max(s.lengths) == s.kv_len for s in uneven.SHAPES)
+
+
+@pytest.mark.parametrize("option", ["uneven", "prefill"])
+def test_tables_beside_the_libraries_are_kept(on_gpu, monkeypatch, option):
+    grid = Grid(option, ["", "found"], [["x", "1.0"]], [True])
+    monkeypatch.setattr(uneven, "time_lengths", lambda seed, say: grid)
+    monkeypatch.setattr(prefill, "time_chunks", lambda seed, say: grid)
+    assert command.main([f"--{option}"]) == 0
+    assert getattr(record.load(), option).grids == [grid]
+    assert "| x | 1.0 |" in (on_gpu / "RESULTS.md").read_text()
 
 
 # Chunked prefill --------------------------------------------------------------------------------------------
@@ -459,13 +508,6 @@ def test_chunks_are_judged():
 def test_the_chunks():
     keys = [chunk.key for chunk in prefill.CHUNKS]
     assert keys[0] == "B3 q333 16/4 kv5000 d64 bfloat16" and len(set(keys)) == len(keys) == 58
-
-
-def test_the_chunks_of_a_gpu_are_kept(on_gpu, monkeypatch):
-    grid = Grid("chunks", ["", "found"], [["x", "1.0"]], [True])
-    monkeypatch.setattr(prefill, "time_chunks", lambda chunks, seed, say: grid)
-    assert command.main(["--prefill"]) == 0
-    assert record.load().prefill.grids == [grid]
 
 
 # Endurance --------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from task5.ladder.plan import (
+    BY_LENGTH,
     EIGHT_WARPS,
     IN_STEP,
     KEYS_AS_ROWS,
@@ -47,13 +48,13 @@ def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
     for kv_heads in (1, 2, 8, 32, 100):
         for shape in ({}, {"dtype": 2}, {"dtype": 2, "head_dim": 64}, {"dtype": 2, "rows": 32}):
             rungs, leaves = set(), set()
-            for batch, kv_len, page_size, promised in itertools.product(
-                (1, 3, 64), (1, 100, 5000, 200_000), (None, 16, 64), (False, True)
+            for batch, kv_len, page_size, promised, differ in itertools.product(
+                (1, 3, 64), (1, 100, 5000, 200_000), (None, 16, 64), (False, True), (False, True)
             ):
                 call = h200(**shape)
                 how = fastest(
                     call, batch * kv_heads, kv_len, batch_invariant=True, page_size=page_size,
-                    promised=promised,
+                    promised=promised, lengths=batch if differ else 1,
                 )  # fmt: skip
                 work = plan(call, batch, kv_heads, kv_len, True, how.rung, how.every_other_sm)
                 rungs.add(how.rung)
@@ -226,3 +227,27 @@ def test_the_rungs_of_many_pairs_batch_invariant(h200):
 def test_the_blocks_of_rung_5(h200, batch, kv_heads, kv_len, blocks, parts):
     work = plan(h200(dtype=2), batch, kv_heads, kv_len, False, KEYS_AS_ROWS)
     assert (work.blocks, work.slots) == (blocks, parts)
+
+
+def test_lengths_that_may_differ_decide(h200):
+    """From 100 MB on: below, a call takes no longer if one of its sequences is long."""
+
+    def rung(heads, kv_len, lengths, **shape):
+        return fastest(h200(**{"dtype": 2} | shape), heads, kv_len, lengths=lengths).rung
+
+    assert rung(256, 4096, 32) == rung(256, 4096, 128) == rung(16, 16384, 2) == BY_LENGTH
+    assert BY_LENGTH not in (rung(256, 4096, 1), rung(1032, 4096, 129), rung(64, 2048, 8))
+    assert rung(64, 4096, 8, dtype=0) == rung(64, 4096, 8, head_dim=256) == BY_LENGTH
+    assert rung(256, 4096, 32, rows=33) == KEYS_AS_ROWS
+
+
+def test_a_grid_has_a_cluster_for_each_pair_or_as_many_as_fit(h200):
+    call = h200(dtype=2)
+    one_each = plan(call, 64, 8, 4096, False, BY_LENGTH)
+    assert (one_each.blocks, one_each.slots) == (64 * 8, 396) and one_each.counters == 64 * 8 + 1
+    few = plan(call, 16, 8, 8192, False, BY_LENGTH)  # clusters of two
+    assert (few.blocks, few.slots) == (198 * 2, 198) and few.counters == 128 * 2 + 1
+    long = plan(call, 2, 8, 131072, False, BY_LENGTH)  # of 16 blocks
+    assert (long.blocks, long.slots) == (21 * 16, 21)
+    # A part for each cluster that is at work: rows of m, l and O.
+    assert few.floats == 198 * 8 * 128 // 4 * 6
