@@ -1,117 +1,119 @@
-// Which cluster has which pair, where a sequence's pairs have as many clusters as its length asks for: one, or a power of
-// two of a sequence that is much longer than the others. Lengths are known on the GPU alone, so each warp looks at all.
+// Which cluster has which pair, where a sequence's pairs have as many clusters as its length asks for: one, or a power
+// of two if it is much longer than the others. Lengths are known on the GPU alone, so each warp looks at all of them.
 #pragma once
 #include "count.cuh"
 #include "decode.cuh"
 
-// Of C clusters that the GPU holds at once each would have the C-th part of all keys, its share. A pair with more than two
-// shares is cut for clusters that have from one to two each: fewer than C all together. These and the whole pairs are a
-// grid's items, long ones first. It has a cluster for each pair, and C at least: if there are more items, a cluster that
-// is done takes a further one.
-//
-// A cluster first takes the pair of its number, as if none was cut, and looks at all lengths while its first tiles are on
-// the way. If one is cut it begins once more, as where its own length has changed.
+// Of C clusters that the GPU holds at once each would have the C-th part of all keys, its share. A pair with more than
+// two shares is cut for clusters that have from one to two each: fewer than C all together. These and the whole pairs
+// are a grid's items, long ones first. It has a cluster for each pair, and C at least: if there are more items, a
+// cluster that is done takes a further one.
 struct ByLength {
   static constexpr bool BY_LENGTH = true;
   static constexpr int HELD = 4, MOST_BITS = 4;  // sequences of a lane; 1 << MOST_BITS clusters of a pair, at most
   static constexpr int LEAST_BITS = 2;           // a cluster has so many tiles for each warp at least: 1 << LEAST_BITS
-  int2 own;  // the lengths of this cluster's sequence
-  bool any;  // or it has nothing to do
+  int2 known[HELD], now[HELD];  // the lane's lengths, before and after the launch ahead of this one is complete
+  int2 own;                     // those of this cluster's sequence
+  bool any;                     // or it has nothing to do
 
-  DEVICE void start(int block_bits) { item = blockIdx.x >> block_bits, items = 0; }
-  DEVICE void find(const Decode& a, int block_bits) {
-    const int pairs = a.pairs();
-    if (items == 0) {
-      any = item < a.batch * pairs, part = bits_ = 0;
-      sequence_ = any ? item / pairs : 0, pair_ = any ? item - sequence_ * pairs : 0;
-      own = lengths(a, sequence_);
-    } else {
-      find_item(a, block_bits);
-    }
+  DEVICE void start() { item = blockIdx.z * gridDim.y + blockIdx.y; }
+  // Where no pair is cut, which takes few instructions to see, as the grid says.
+  DEVICE void find(const Decode& a) {
+    any = blockIdx.z < a.batch, sequence_ = any ? blockIdx.z : 0, pair_ = blockIdx.y, part = bits_ = items = 0;
+    own = lengths(a, sequence_);
+    load(a, known);
+    const Shares shares(a, known);
+    if (shares.cut()) find_among(a, shares);
   }
-  DEVICE void read_again(const Decode& a) {
-    now = lengths(a, sequence_);
+  DEVICE void read_again(const Decode& a) { load(a, now); }
+  DEVICE bool holds(const Decode& a) const {
+    bool same = true;
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-      all[i] = make_int2(0, 0);
-      if (32 * i < a.batch) all[i] = lengths(a, min(sequence_of_lane(i), a.batch - 1));
+      if (32 * i < a.batch) same = same && now[i].x == known[i].x && now[i].y == known[i].y;
     }
-  }
-  // Whether no pair is cut, and the own length is what it was. Else find() counts the items.
-  DEVICE bool holds(const Decode& a, int block_bits) {
-    const bool cut = Shares(a, all, block_bits).cut();
-    if (cut) items = 1;
-    return !cut && now.x == own.x && now.y == own.y;
+    return __all_sync(~0u, same);
   }
   DEVICE int b() const { return sequence_; }
   DEVICE int pair() const { return pair_; }       // of the sequence's
   DEVICE int cluster(int) const { return part; }  // of the pair's 1 << bits(a)
   DEVICE int bits(const Decode&) const { return bits_; }
-  DEVICE int64_t first(const Decode&, int) const { return item - part; }
+  DEVICE int64_t first(const Decode&) const { return item - part; }
 
   // Whether clusters take further items.
-  DEVICE bool more(int block_bits) const { return items > grid(block_bits); }
+  DEVICE bool more() const { return items > clusters(); }
   // The next one, or -1. It is counted behind the pairs' counters: in each launch once for every item, as each cluster
   // comes once in vain.
-  DEVICE int take(const Decode& a, int block_bits) const {
-    int* counter = &a.counters[a.batch * a.pairs() << block_bits];
-    const int taken = add_acquire_release(counter, 1), further = grid(block_bits) + taken;
+  DEVICE int take(const Decode& a) const {
+    int* counter = &a.counters[a.batch * a.pairs() << a.block_bits];
+    const int taken = add_acquire_release(counter, 1), further = clusters() + taken;
     if (taken == items - 1) *counter = 0;  // for the next launch
     return further < items ? further : -1;
   }
   DEVICE void go_on(int further) { item = further; }
 
  private:
-  int item, items;  // this cluster's; of all, 0 where no pair is cut
+  int item, items;  // this cluster's; of all, if a pair is cut
   int sequence_, pair_, part, bits_;
-  int2 now, all[HELD];  // lengths after the launch ahead of this one is complete: own ones; of the lane's sequences
 
-  static DEVICE int grid(int block_bits) { return gridDim.x >> block_bits; }  // clusters
+  static DEVICE int clusters() { return gridDim.y * gridDim.z; }
   static DEVICE int sequence_of_lane(int i) { return threadIdx.x % 32 + 32 * i; }
+  static DEVICE void load(const Decode& a, int2 (&of)[HELD]) {
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+      of[i] = make_int2(0, 0);
+      if (32 * i < a.batch) of[i] = lengths(a, min(sequence_of_lane(i), a.batch - 1));
+    }
+  }
 
-  // The tiles of each of the lane's sequences, and how they are cut.
+  // The keys of each of the lane's sequences, and how its pairs are cut.
   struct Shares {
-    int tiles[HELD], longest = 0;
-    int64_t shares;  // of all tiles, times C
-    int C, least;
+    unsigned keys[HELD], sum = 0, longest = 0;
+    const Decode& a;
 
-    DEVICE Shares(const Decode& a, const int2 (&lengths)[HELD], int block_bits) {
-      int sum = 0;
+    DEVICE Shares(const Decode& a, const int2 (&lengths)[HELD]) : a(a) {
+      const bool all_seen = !a.leftpad_k && !a.window;
 #pragma unroll
       for (int i = 0; i < HELD; ++i) {
-        tiles[i] = sequence_of_lane(i) < a.batch ? sequence(a, lengths[i]).tiles : 0;
-        sum += tiles[i], longest = max(longest, tiles[i]);
+        keys[i] = 0;
+        if (32 * i < a.batch) {  // few instructions: they run once, ahead of the first copy
+          int seen = min(max(lengths[i].x, 0), a.kv_len);
+          if (!all_seen) seen = max(seen - sequence(a, lengths[i]).begin, 0);
+          keys[i] = sequence_of_lane(i) < a.batch ? seen : 0;
+        }
+        sum += keys[i], longest = max(longest, keys[i]);
       }
-      shares = int64_t(__reduce_add_sync(~0u, sum)) * a.pairs(), longest = __reduce_max_sync(~0u, longest);
-      C = a.clusters_at_once, least = 1 + LEAST_BITS + block_bits + WARP_BITS;
+      sum = __reduce_add_sync(~0u, sum), longest = __reduce_max_sync(~0u, longest);
     }
-    DEVICE bool above(int tiles, int log2_shares) const { return int64_t(tiles) * C > shares << log2_shares; }
+    // Whether so many are more than 1 << n shares.
+    DEVICE bool above(unsigned keys, int n) const {
+      return uint64_t(keys) * unsigned(a.clusters_at_once) > uint64_t(sum) * unsigned(a.pairs()) << n;
+    }
+    DEVICE bool halves_suffice(unsigned keys) const {
+      return keys >> (1 + LEAST_BITS + a.block_bits + WARP_BITS + a.tile_bits) > 0;
+    }
+    DEVICE bool cut() const { return above(longest, 1) && halves_suffice(longest); }
     // 1 << bits clusters for a pair.
-    DEVICE int bits(int tiles) const {
+    DEVICE int bits(unsigned keys) const {
       int bits = 0;
 #pragma unroll
-      for (int n = 0; n < MOST_BITS; ++n) bits += above(tiles, n + 1) && tiles >> (n + least) > 0;
+      for (int n = 0; n < MOST_BITS; ++n) bits += above(keys, n + 1) && halves_suffice(keys >> n);
       return bits;
     }
-    DEVICE bool cut() const { return above(longest, 1) && longest >> least > 0; }
   };
 
-  DEVICE void find_item(const Decode& a, int block_bits) {
+  DEVICE void find_among(const Decode& a, const Shares& shares) {
     const int lane = threadIdx.x % 32, pairs = a.pairs();
-    int2 of_lane[HELD];
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) of_lane[i] = lengths(a, min(sequence_of_lane(i), a.batch - 1));
-    const Shares shares(a, of_lane, block_bits);
-    // Items are in three groups: those of cut pairs; pairs of more than a share; and the rest. How many there are in each
-    // of a sequence, for one of its pairs, are 12, 8 and 8 bits of a number.
+    // Items are in three groups: those of cut pairs; pairs of more than a share; and the rest. How many of each there
+    // are for a pair of all sequences are 12, 8 and 8 bits of a number.
     constexpr int LONG = 12, SHORT = 20;
     int bits_of[HELD], items_of[HELD], here = 0;
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-      bits_of[i] = shares.bits(shares.tiles[i]);
-      const int group = bits_of[i] > 0 ? 0 : shares.above(shares.tiles[i], 0) ? LONG
-                                                                              : SHORT;
-      items_of[i] = shares.tiles[i] > 0 ? 1 << (bits_of[i] + group) : 0, here += items_of[i];
+      bits_of[i] = shares.bits(shares.keys[i]);
+      int group = shares.above(shares.keys[i], 0) ? LONG : SHORT;
+      if (bits_of[i] > 0) group = 0;
+      items_of[i] = sequence_of_lane(i) < a.batch ? 1 << (bits_of[i] + group) : 0, here += items_of[i];
     }
     int up_to = here;  // this lane
     for (int step = 1; step < 32; step *= 2) {
@@ -119,8 +121,8 @@ struct ByLength {
       if (lane >= step) up_to += other;
     }
     const int last = __shfl_sync(~0u, up_to, 31);
-    const int cut = last & ((1 << LONG) - 1), long_ = last >> LONG & ((1 << (SHORT - LONG)) - 1), short_ = last >> SHORT;
-    items = (cut + long_ + short_) * pairs, any = item < items;
+    const int cut = last & ((1 << LONG) - 1), long_ = last >> LONG & ((1 << (SHORT - LONG)) - 1);
+    items = (cut + long_ + (last >> SHORT)) * pairs, any = item < items;
     int n = any ? item / pairs : 0, before = 0, group = 0;  // n: of its group
     if (n >= cut + long_)
       before = cut + long_, group = SHORT;
@@ -138,8 +140,8 @@ struct ByLength {
     }
     index = __shfl_sync(~0u, index, its_lane), first = __shfl_sync(~0u, first, its_lane);
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-      const int x = __shfl_sync(~0u, of_lane[i].x, its_lane), y = __shfl_sync(~0u, of_lane[i].y, its_lane);
+    for (int i = 0; i < HELD; ++i) {  // a select between pairs of numbers would have them in memory
+      const int x = __shfl_sync(~0u, known[i].x, its_lane), y = __shfl_sync(~0u, known[i].y, its_lane);
       const int bits = __shfl_sync(~0u, bits_of[i], its_lane);
       if (index == i) own = make_int2(x, y), bits_ = bits;
     }

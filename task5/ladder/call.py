@@ -11,11 +11,11 @@ from torch import Tensor
 from common.build import dtype_code
 from common.inputs import check_attention, check_device, check_lengths, describe, expect
 from task5.ladder.plan import (
+    BY_LENGTH,
     KERNELS,
     KEYS_AS_ROWS,
     MOST_SEQUENCES,
     OF_EIGHT_WARPS,
-    OF_LENGTHS,
     ROWS,
     RUNGS,
     Call,
@@ -72,8 +72,8 @@ def decode_attention(
             Older keys are then loaded before that launch is complete, where that is faster; lengths and page numbers
             need no promise. None: it may write any key.
         batch_invariant: a sequence's result has the same bits alone, in any batch and order, contiguous or paged.
-        rung: 1, or of GPUs on Hopper 2 to 9, 5 for 16 bits alone, 6, 7 and 9 for head_dim up to 128, 8 and 9
-            for up to 128 sequences; the fastest for these shapes if None.
+        rung: 1, or of GPUs on Hopper 2 to 8, 5 for 16 bits alone, 6 and 7 for head_dim up to 128, 8 for up to 128
+            sequences; the fastest for these shapes if None.
 
     Returns:
         ``(batch, q_len, heads, head_dim)``, contiguous, q's dtype. A query that sees no key gives 0.
@@ -220,7 +220,7 @@ def _check_rung(q: Tensor, rung: int | None) -> None:
         raise ValueError(f"rung {rung} computes in 16 bits; got {describe(q)}")
     if rung in OF_EIGHT_WARPS and q.shape[3] > 128:
         raise ValueError(f"rung {rung} is for head_dim up to 128; got {q.shape[3]}")
-    if rung in OF_LENGTHS and q.shape[0] > MOST_SEQUENCES:
+    if rung == BY_LENGTH and q.shape[0] > MOST_SEQUENCES:
         raise ValueError(f"rung {rung} is for up to {MOST_SEQUENCES} sequences; got {q.shape[0]}")
 
 

@@ -26,18 +26,18 @@ struct ByGrid {
   static constexpr bool BY_LENGTH = false, any = true;
   int2 own, now;  // the sequence's lengths, before and after the launch ahead of this one is complete
 
-  DEVICE void start(int) {}
-  DEVICE void find(const Decode& a, int) { own = lengths(a, b()); }
+  DEVICE void start() {}
+  DEVICE void find(const Decode& a) { own = lengths(a, b()); }
   DEVICE void read_again(const Decode& a) { now = lengths(a, b()); }
-  DEVICE bool holds(const Decode&, int) const { return now.x == own.x && now.y == own.y; }
+  DEVICE bool holds(const Decode&) const { return now.x == own.x && now.y == own.y; }
   DEVICE int b() const { return blockIdx.z; }
   DEVICE int pair() const { return blockIdx.y; }  // of the sequence's
   DEVICE int cluster(int block_bits) const { return blockIdx.x >> block_bits; }  // of the pair's 1 << bits(a)
   DEVICE int bits(const Decode& a) const { return a.cluster_bits; }
-  DEVICE bool more(int) const { return false; }
-  DEVICE int take(const Decode&, int) const { return -1; }
+  DEVICE bool more() const { return false; }
+  DEVICE int take(const Decode&) const { return -1; }
   DEVICE void go_on(int) {}
-  DEVICE int64_t first(const Decode& a, int) const { return int64_t(b() * a.pairs() + pair()) << a.cluster_bits; }
+  DEVICE int64_t first(const Decode& a) const { return int64_t(b() * a.pairs() + pair()) << a.cluster_bits; }
 };
 
 // A rung may say another: by_length.cuh.
@@ -70,7 +70,7 @@ struct Cluster {
   template <typename Buffer>
   DEVICE void start(const Decode& a, Buffer& buffer) {
     bits = a.block_bits, rank = blockIdx.x & ((1 << bits) - 1);
-    place.start(bits);
+    place.start();
     if (threadIdx.x == 0) {
       mbarrier_init(&buffer.received, 1);
       mbarrier_init_fence();
@@ -80,7 +80,7 @@ struct Cluster {
     start_in_cluster();
   }
   DEVICE void find(const Decode& a, bool paged, Walk& w) {
-    place.find(a, bits);
+    place.find(a);
     w.b = place.b();
     w.at(a, place.pair());
     w.s = sequence(a, place.own);
@@ -103,15 +103,15 @@ struct Cluster {
   DEVICE bool takes_part() const { return place.any; }
   DEVICE void read_again(const Decode& a) { place.read_again(a); }
   DEVICE static bool can_be_found_early(const Decode&) { return true; }
-  DEVICE bool holds(const Decode& a) { return place.holds(a, bits); }
+  DEVICE bool holds(const Decode& a) const { return place.holds(a); }
   DEVICE void leave() const { meet(); }
   // Whether the cluster takes a further item, for which all of its blocks have to be done with this one.
   template <typename Buffer>
   DEVICE bool next(const Decode& a, Buffer& buffer) {
-    if (!place.more(bits)) return false;
+    if (!place.more()) return false;
     __syncwarp();
     start_in_cluster(), wait_for_cluster();
-    if (rank == 0 && threadIdx.x == 0) buffer.further.x = __int_as_float(place.take(a, bits));
+    if (rank == 0 && threadIdx.x == 0) buffer.further.x = __int_as_float(place.take(a));
     __syncwarp();
     arrive_in_cluster(), wait_for_cluster();
     const int item = __float_as_int(load_from(0, &buffer.further).x);
@@ -179,7 +179,7 @@ struct Cluster {
       cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
       if (error) return error;
     }
-    const dim3 grid = BY_LENGTH ? dim3(blocks) : dim3(of_a_pair, pairs, a.batch);
+    const dim3 grid(of_a_pair, pairs, BY_LENGTH ? max(a.batch, ceil_div(int(a.slots), pairs)) : a.batch);
     return launch_kernel(kernel, grid, THREADS, bytes, stream, a, of_a_cluster);
   }
 
@@ -187,7 +187,7 @@ struct Cluster {
   template <int ROWS, int D>
   DEVICE SeveralClusters<ROWS, D> clusters(const Decode& a, const Walk& w) const {
     const int pair = w.b * a.pairs() + w.pair;
-    return {a, pair, place.cluster(bits), rank, place.bits(a), bits, place.first(a, bits)};
+    return {a, pair, place.cluster(bits), rank, place.bits(a), bits, place.first(a)};
   }
   template <typename T, int ROWS, int D>
   DEVICE void write(const Decode& a, const Walk& w, int quad, const Part& p) const {
@@ -204,9 +204,9 @@ struct Cluster {
     const int rows = min(Buffer::ROWS, a.rows - a.row_tiles.remainder(pair) * Buffer::ROWS);
     mbarrier_arrive_expect(&buffer.received, received_bytes(rows, Buffer::D, bits, rank));
   }
-  // Of a pair that is not cut. If lengths decide, there are blocks for so many clusters, or pairs if these are more.
+  // Of a pair that is not cut. If lengths decide, there are as many for each of `slots` clusters.
   static int blocks_of_a_pair(const Decode& a, int blocks, int pairs) {
-    return blocks / (BY_LENGTH ? max(int(a.slots), a.batch * pairs) : a.batch * pairs);
+    return blocks / (pairs * (BY_LENGTH ? max(a.batch, ceil_div(int(a.slots), pairs)) : a.batch));
   }
   static int pairs_of(const Decode& a) { return a.kv_heads * a.row_tiles.d; }
   // Of the tree of a sequence that 1 << most warps could share: half as many leaves, or a quarter where they are many;

@@ -1,4 +1,4 @@
-"""The libraries' kernels, each given what suits it best: for decode contiguous caches, or pages of 64, of known lengths.
+"""The libraries' kernels, each given what suits it best: for decode contiguous caches or pages of 64, of known lengths.
 
 PyTorch's by backend, FlashAttention-3, and of FlashInfer its own two kernels and XQA (TensorRT-LLM's). A library that
 is not here, or does not take a shape, is left out of it with the reason.

@@ -17,32 +17,33 @@ KERNELS = {
     6: Kernels(__file__, "06_eight_warps.cu"),
     7: Kernels(__file__, "07_in_step.cu"),
     8: Kernels(__file__, "08_by_length.cu"),
-    9: Kernels(__file__, "09_in_step_by_length.cu"),
 }
 RUNGS = tuple(KERNELS)
-CLUSTERS = (3, 4, 5, 6, 7, 8, 9)  # of the rungs
+CLUSTERS = (3, 4, 5, 6, 7, 8)  # of the rungs
 KEYS_AS_ROWS = 5  # for 16 bits
-EIGHT_WARPS, IN_STEP, BY_LENGTH, IN_STEP_BY_LENGTH = 6, 7, 8, 9
-OF_EIGHT_WARPS = (EIGHT_WARPS, IN_STEP, IN_STEP_BY_LENGTH)  # for head_dim up to 128
-OF_LENGTHS = (BY_LENGTH, IN_STEP_BY_LENGTH)  # which decide how many clusters a pair has
+EIGHT_WARPS, IN_STEP = 6, 7
+OF_EIGHT_WARPS = (EIGHT_WARPS, IN_STEP)  # for head_dim up to 128
+BY_LENGTH = 8  # lengths decide how many clusters a pair has
 ONE_TREE = (3, 4, *OF_EIGHT_WARPS, BY_LENGTH)  # batch-invariant, they have the same bits
 MOST_BLOCKS = 16  # of a cluster; of a pair, where its blocks are no cluster
 WARPS = 4  # of a block; rungs 6 and 7 have twice as many
 MOST_CLUSTERS = 8  # of a pair, in rung 5
 MANY_KEYS = 512  # of a block of rung 5, so that more clusters pay
-# Bytes of K and V from which blocks without clusters are faster in rungs 3, 4, 6 and 7: memory-bound, compute-bound.
+# Bytes of K and V from which blocks without clusters are faster in rungs 3, 4 and 6 to 8: memory-bound, compute-bound.
 LONG_BYTES, LONG_BYTES_COMPUTE_BOUND = 400e6, 100e6
 # As in bits_of_leaves() of cluster.cuh.
 TILES_OF_A_LEAF = 64  # with fewer, a half or a quarter of the leaves are used
 MOST_LEAVES = 128
-MOST_SEQUENCES = 128  # whose lengths a warp of rungs 8 and 9 holds
-UNEVEN_BYTES = 100e6  # of K and V, from which it pays that lengths decide
+MOST_SEQUENCES = 128  # whose lengths a warp of rung 8 holds
+UNEVEN_BYTES = (
+    400e6  # of room for K and V, from which lengths decide: below, that costs more than 1 %
+)
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see fastest()
 # Keys of all kv heads, head_dim 128 or twice as many of 64: where all SMs begin to be faster than every other one,
 # where they stop to be, and where they are again. See _fastest_of_few_pairs().
 FEW_KEYS, MEDIUM_KEYS, MOST_KEYS = 20_000, 40_000, 1 << 18
 LONG_BOX = 64  # keys of a page: of fewer, rung 5's copies are too small
-ROWS = 16  # of q in a pair of rungs 3, 4, 6 and 7, at most; in 16 bits
+ROWS = 16  # of q in a pair of rungs 3, 4 and 6 to 8, at most; in 16 bits
 
 
 class Call(NamedTuple):
@@ -64,11 +65,6 @@ class Call(NamedTuple):
     def two_tiles(self) -> bool:
         """Whether the rows of a kv head are two pairs of all rungs but 5."""
         return ROWS < self.rows <= 2 * ROWS and self.head_dim <= 128
-
-    @property
-    def computes_little(self) -> bool:
-        """Whether a block on each SM is enough."""
-        return self.head_dim <= 128 and self.rows * self.item_size <= ROWS
 
     @property
     def compute_bound(self) -> bool:
@@ -109,7 +105,7 @@ def fastest(
 ) -> Choice:
     """The fastest for ``heads`` kv heads of all sequences, as NOTES.md has measured it.
 
-    Batch-invariant, a sequence has the same bits from rungs 3, 4 and 6 to 9, and others from 5: which of the two it
+    Batch-invariant, a sequence has the same bits from rungs 3, 4 and 6 to 8, and others from 5: which of the two it
     is, is told from what is the same in any batch, and whatever room there is.
 
     Args:
@@ -120,10 +116,9 @@ def fastest(
         call, heads, kv_len, batch_invariant=batch_invariant, page_size=page_size, promised=promised
     )
     bytes_ = 2 * heads * kv_len * call.head_dim * call.item_size
-    if not (2 <= lengths <= MOST_SEQUENCES and bytes_ >= UNEVEN_BYTES and choice.rung in ONE_TREE):
-        return choice
-    in_order = heads <= call.sms and call.computes_little and not page_size
-    return Choice(IN_STEP_BY_LENGTH if in_order else BY_LENGTH, promised)
+    if 2 <= lengths <= MOST_SEQUENCES and bytes_ >= UNEVEN_BYTES and choice.rung in ONE_TREE:
+        return Choice(BY_LENGTH, promised)
+    return choice
 
 
 def _fastest_of_equal_lengths(
@@ -203,7 +198,7 @@ def _in_step(
     call: Call, heads: int, kv_len: int, batch_invariant: bool, page_size: int | None
 ) -> bool:
     """Whether rung 7 is faster than 4 and 6: where an SM reads more than 3 MB in order, and computes little with it."""
-    if not call.computes_little or heads > call.sms:
+    if call.head_dim > 128 or call.rows * call.item_size > ROWS or heads > call.sms:
         return False
     if page_size or (batch_invariant and call.item_size == 4):
         return False
@@ -295,8 +290,8 @@ def plan(
             single = _power_of_two(min(most, call.sms // pairs))
             if single > of_a_cluster:
                 of_a_cluster, clusters = 1, single
-        if rung in OF_LENGTHS:
-            return _by_length(call, rung, pairs, of_a_cluster, kv_len, leaves)
+        if rung == BY_LENGTH:
+            return _by_length(call, batch, pairs // batch, of_a_cluster, kv_len, leaves)
         return _in_clusters(call, rung, pairs, of_a_cluster, clusters, leaves)
     tall = call.query(rung, "rows_of_a_pair")
     pairs, room = _pairs(call, rung, kv_heads), _blocks(call, rung)
@@ -322,14 +317,18 @@ def _in_clusters(
 
 
 def _by_length(
-    call: Call, rung: int, pairs: int, of_a_cluster: int, kv_len: int, chunks: int
+    call: Call, batch: int, pairs: int, of_a_cluster: int, kv_len: int, chunks: int
 ) -> Plan:
-    """A cluster for each pair, or as many as the GPU holds at once; and parts for fewer than these."""
-    tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
-    at_once = call.query(rung, "clusters_at_once", blocks=of_a_cluster, tiles=min(tiles, LONG))
-    blocks = max(pairs, at_once) * of_a_cluster
-    floats = at_once * call.query(rung, "rows_of_a_pair") * call.head_dim // 4 * 6
-    return Plan(rung, blocks, chunks, at_once, floats, pairs * of_a_cluster + 1)
+    """A cluster for each pair, or as many as the GPU holds at once; and room for the parts of fewer than these."""
+    tiles = -(-kv_len // call.query(BY_LENGTH, "keys_of_a_tile"))
+    at_once = call.query(BY_LENGTH, "clusters_at_once", blocks=of_a_cluster, tiles=min(tiles, LONG))
+    if 7 * at_once <= 8 * batch * pairs:
+        # A few clusters without a pair would only be in the next launch's way.
+        at_once = min(at_once, batch * pairs)
+    blocks = max(batch, -(-at_once // pairs)) * pairs * of_a_cluster
+    floats = at_once * call.query(BY_LENGTH, "rows_of_a_pair") * call.head_dim // 4 * 6
+    counters = batch * pairs * of_a_cluster + 1
+    return Plan(BY_LENGTH, blocks, chunks, at_once, floats, counters)
 
 
 def _pairs(call: Call, rung: int, kv_heads: int) -> int:

@@ -230,15 +230,17 @@ def test_the_blocks_of_rung_5(h200, batch, kv_heads, kv_len, blocks, parts):
 
 
 def test_lengths_that_may_differ_decide(h200):
-    """From 100 MB on: below, a call takes no longer if one of its sequences is long."""
+    """From 400 MB of room on."""
 
     def rung(heads, kv_len, lengths, **shape):
         return fastest(h200(**{"dtype": 2} | shape), heads, kv_len, lengths=lengths).rung
 
-    assert rung(256, 4096, 32) == rung(256, 4096, 128) == rung(16, 16384, 2) == BY_LENGTH
-    assert BY_LENGTH not in (rung(256, 4096, 1), rung(1032, 4096, 129), rung(64, 2048, 8))
-    assert rung(64, 4096, 8, dtype=0) == rung(64, 4096, 8, head_dim=256) == BY_LENGTH
+    assert rung(256, 4096, 32) == rung(256, 4096, 128) == rung(16, 65536, 2) == BY_LENGTH
+    assert rung(64, 8192, 8, dtype=0) == rung(64, 8192, 8, head_dim=256) == BY_LENGTH
+    assert BY_LENGTH not in (rung(256, 4096, 1), rung(1032, 4096, 129), rung(64, 8192, 8))
     assert rung(256, 4096, 32, rows=33) == KEYS_AS_ROWS
+    promised = fastest(h200(dtype=2), 64, 16384, promised=True, lengths=8)
+    assert promised == Choice(BY_LENGTH, ahead=True)
 
 
 def test_a_grid_has_a_cluster_for_each_pair_or_as_many_as_fit(h200):
@@ -246,8 +248,8 @@ def test_a_grid_has_a_cluster_for_each_pair_or_as_many_as_fit(h200):
     one_each = plan(call, 64, 8, 4096, False, BY_LENGTH)
     assert (one_each.blocks, one_each.slots) == (64 * 8, 396) and one_each.counters == 64 * 8 + 1
     few = plan(call, 16, 8, 8192, False, BY_LENGTH)  # clusters of two
-    assert (few.blocks, few.slots) == (198 * 2, 198) and few.counters == 128 * 2 + 1
+    assert (few.blocks, few.slots) == (25 * 8 * 2, 198) and few.counters == 128 * 2 + 1
     long = plan(call, 2, 8, 131072, False, BY_LENGTH)  # of 16 blocks
-    assert (long.blocks, long.slots) == (21 * 16, 21)
+    assert (long.blocks, long.slots) == (3 * 8 * 16, 21)
     # A part for each cluster that is at work: rows of m, l and O.
     assert few.floats == 198 * 8 * 128 // 4 * 6
