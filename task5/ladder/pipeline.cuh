@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
       } else if (!keys_first && share.any(walk)) {
         loader.prefetch(a);  // what was read may be old, but L2 is never wrong
       }
-    // Ahead of the wait these loads read what may change; but behind it their instructions have been fetched then.
+      // Ahead of the wait these loads read what may change; but behind it their instructions have been fetched then.
 #pragma unroll 1
       for (bool waited = !keys_first;; waited = true) {
         if (waited && !again) wait_for_the_launch_before();
@@ -149,11 +149,11 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
     math.load_queries(mem.Q[0]);
     const float scale = a.scale * LOG2_E;
     int stage = 0;
-  // The warp's tiles up to `end`, as one part.
+    // The warp's tiles up to `end`, as one part.
     auto add_tiles = [&](int end) {
       math.start();
       const int rounds = ceil_div(end, 1 << walk.step_bits);  // of the warp that has most tiles
-    // All rows see all of a tile that begins at one of these keys.
+      // All rows see all of a tile that begins at one of these keys.
       int from = walk.s.begin + (a.window ? a.q_len - 1 : 0), to = walk.s.len - a.q_len + 1 - KEYS;
       compute_here(from), compute_here(to);
 #pragma unroll 1
@@ -184,7 +184,8 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
         add_tiles(walk.end);
       } else {  // the warp's leaves of the pair's tree
         const int leaves = walk.leaf_end - walk.leaf;  // 0, or a power of two
-      // Subtrees whose right neighbour is not complete yet, of 1 << i leaves: small ones, which are many, in registers.
+        // Subtrees whose right neighbour is not complete yet, of 1 << i leaves: small ones, which are many, in
+        // registers.
         constexpr int FIT = Math::STATES_FIT ? 2 : 0;
         typename Math::State waiting[Sharing::LEVELS], of_one, of_two;
 #pragma unroll 1
@@ -229,7 +230,7 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
           queries.find(a, next);
           queries.load();  // arrives while the parts are merged
         }
-      // At the end of the share the stages are free, and have room for all columns.
+        // At the end of the share the stages are free, and have room for all columns.
         O = last ? reinterpret_cast<float*>(mem.KV) : mem.buffer.O[0];
         const int stride = last ? ROWS * D : mem.buffer.FLOATS, columns = last ? D : min(D, stride / rows / 32 * 32);
         if (last) __syncthreads();  // the stages have been read
