@@ -19,7 +19,7 @@ from task4.ladder import RUNGS, ladder_attention
 from task5.attention import flash_attention_decode, update_kv_cache
 from task5.ladder import append_rope, decode_attention
 from task5.ladder.chunk import chunk_attention
-from task5.ladder.plan import KEYS_AS_ROWS, OF_EIGHT_WARPS
+from task5.ladder.plan import BY_LENGTH, KEYS_AS_ROWS, OF_EIGHT_WARPS
 from task5.ladder.plan import RUNGS as DECODE_RUNGS
 from task6.generation.product import product
 from task6.rope import RoPE, apply_rotary_emb
@@ -79,6 +79,23 @@ def _decode_rung(rng, device, rung, dtype, d, heads, keys):
     got = decode_attention(*given, block_table=pages.to(device), new_keys=2, rung=rung)
     k, v = (t.repeat_interleave(heads // 2, 2) for t in (k, v))
     return got, attention_float64(q, k, v, causal=True), attention_pytorch(q, k, v, causal=True)
+
+
+def _decode_by_length(rng, device):
+    """One long sequence, whose pairs are cut, so that some clusters of an H200 take two items."""
+    lengths = [16, 40, 2048, 5]
+    q, k, v = (rng.randn(4, n, 70, 64, dtype=torch.float16) for n in (1, 2048, 2048))
+    given = (t.to(device) for t in (q, k, v, torch.tensor(lengths, dtype=torch.int32)))
+    q_there, k_there, v_there, lengths_there = given
+    got = decode_attention(q_there, k_there, v_there, seqlens_k=lengths_there, rung=BY_LENGTH)
+
+    def of_each(attention):
+        one = [slice(b, b + 1) for b in range(4)]
+        return torch.cat(
+            [attention(q[b], k[b, :n], v[b, :n]) for b, n in zip(one, lengths, strict=True)]
+        )
+
+    return got, of_each(attention_float64), of_each(attention_pytorch)
 
 
 def _chunk(rng, device, split):
@@ -216,6 +233,7 @@ KERNELS = {
         if (rung != KEYS_AS_ROWS or dtype != torch.float32)
         and (rung not in OF_EIGHT_WARPS or d <= 128)
     },
+    **({"decode by length": _decode_by_length} if THEY_RUN else {}),
     **(
         {"chunk": partial(_chunk, split=None), "chunk, clusters": partial(_chunk, split=(2, 2))}
         if THEY_RUN
