@@ -4,10 +4,10 @@
 #include "count.cuh"
 #include "decode.cuh"
 
-// Of C clusters that the GPU holds at once each would have the C-th part of all keys, its share. A pair with more than
-// two shares is cut for clusters that have from one to two each: fewer than C all together. These and the whole pairs
-// are a grid's items, long ones first. It has a cluster for each pair, and C at least: if there are more items, a
-// cluster that is done takes a further one.
+// Of C clusters, as many as there are pairs or as the GPU holds at once, each would have the C-th part of all keys, its
+// share. A pair with more than one and a half shares is cut for clusters with more than three quarters of one each.
+// These and the whole pairs are a grid's items, long ones first. It has a cluster for each pair, and as many as the GPU
+// holds at least: if there are more items, a cluster that is done takes a further one.
 struct ByLength {
   static constexpr bool BY_LENGTH = true;
   static constexpr int HELD = 4, MOST_BITS = 4;  // sequences of a lane; 1 << MOST_BITS clusters of a pair, at most
@@ -85,19 +85,20 @@ struct ByLength {
       }
       sum = __reduce_add_sync(~0u, sum), longest = __reduce_max_sync(~0u, longest);
     }
-    // Whether so many are more than 1 << n shares.
-    DEVICE bool above(unsigned keys, int n) const {
-      return uint64_t(keys) * unsigned(a.clusters_at_once) > uint64_t(sum) * unsigned(a.pairs()) << n;
+    // Whether so many are more than `halves` halves of a share.
+    DEVICE bool above(unsigned keys, int halves) const {
+      const unsigned C = min(a.clusters_at_once, a.batch * a.pairs());
+      return 2 * uint64_t(keys) * C > uint64_t(sum) * unsigned(a.pairs()) * halves;
     }
     DEVICE bool halves_suffice(unsigned keys) const {
       return keys >> (1 + LEAST_BITS + a.block_bits + WARP_BITS + a.tile_bits) > 0;
     }
-    DEVICE bool cut() const { return above(longest, 1) && halves_suffice(longest); }
+    DEVICE bool cut() const { return above(longest, 3) && halves_suffice(longest); }
     // 1 << bits clusters for a pair.
     DEVICE int bits(unsigned keys) const {
       int bits = 0;
 #pragma unroll
-      for (int n = 0; n < MOST_BITS; ++n) bits += above(keys, n + 1) && halves_suffice(keys >> n);
+      for (int n = 0; n < MOST_BITS; ++n) bits += above(keys, 3 << n) && halves_suffice(keys >> n);
       return bits;
     }
   };
@@ -111,7 +112,7 @@ struct ByLength {
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
       bits_of[i] = shares.bits(shares.keys[i]);
-      int group = shares.above(shares.keys[i], 0) ? LONG : SHORT;
+      int group = shares.above(shares.keys[i], 2) ? LONG : SHORT;
       if (bits_of[i] > 0) group = 0;
       items_of[i] = sequence_of_lane(i) < a.batch ? 1 << (bits_of[i] + group) : 0, here += items_of[i];
     }

@@ -326,7 +326,8 @@ def _by_length(
         # A few clusters without a pair would only be in the next launch's way.
         at_once = min(at_once, batch * pairs)
     blocks = max(batch, -(-at_once // pairs)) * pairs * of_a_cluster
-    floats = at_once * call.query(BY_LENGTH, "rows_of_a_pair") * call.head_dim // 4 * 6
+    parts = 4 * at_once // 3 + 1  # of clusters with more than three quarters of a share
+    floats = parts * call.query(BY_LENGTH, "rows_of_a_pair") * call.head_dim // 4 * 6
     counters = batch * pairs * of_a_cluster + 1
     return Plan(BY_LENGTH, blocks, chunks, at_once, floats, counters)
 

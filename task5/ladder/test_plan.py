@@ -251,5 +251,5 @@ def test_a_grid_has_a_cluster_for_each_pair_or_as_many_as_fit(h200):
     assert (few.blocks, few.slots) == (25 * 8 * 2, 198) and few.counters == 128 * 2 + 1
     long = plan(call, 2, 8, 131072, False, BY_LENGTH)  # of 16 blocks
     assert (long.blocks, long.slots) == (3 * 8 * 16, 21)
-    # A part for each cluster that is at work: rows of m, l and O.
-    assert few.floats == 198 * 8 * 128 // 4 * 6
+    # Rows of O, m and l, for clusters with more than three quarters of a share each.
+    assert few.floats == (4 * 198 // 3 + 1) * 8 * 128 // 4 * 6
