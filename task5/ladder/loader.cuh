@@ -102,6 +102,7 @@ struct Loader {
   // those of HELD tiles, of which `used` are behind this warp. And of as many tiles behind them the number of a page:
   // its group is of tile_of_lane.
   int used, tile_of_lane, leaf_of_lane, next_number;
+  bool found_next;  // next_number is of these; or of none, where no tile is so far behind
   unsigned k_of_lane, v_of_lane;
   const int* table;  // of the sequence's pages
   int page;          // where in it the number of this lane's first page is, or -1
@@ -142,6 +143,9 @@ struct Loader {
   DEVICE bool holds() const { return !PAGED || __all_sync(~0u, then == found); }
   DEVICE void find_next_pages(const Decode& a) {
     if constexpr (PAGED) {
+      // They may have been found with a segment that begins among the first tiles.
+      if (Sharing::SEVERAL_SEGMENTS && found_next) return;
+      found_next = true;
       const bool any = Sharing::TREE || walk.tile + ((HELD - used) << walk.step_bits) < walk.end;
       if (next.any && any) skip(tile_of_lane, leaf_of_lane, HELD), next_number = number(page_of(a));
     }
@@ -230,7 +234,7 @@ struct Loader {
   }
   // The first tiles whose places are held: from the next one on.
   DEVICE void hold_from_here() {
-    used = 0, tile_of_lane = walk.tile, leaf_of_lane = walk.leaf;
+    used = 0, found_next = false, tile_of_lane = walk.tile, leaf_of_lane = walk.leaf;
     skip(tile_of_lane, leaf_of_lane, threadIdx.x % 32 / GROUPS);
   }
   DEVICE int key_of_lane(const Decode& a) const { return key_of(a, tile_of_lane, threadIdx.x % GROUPS); }
@@ -298,7 +302,10 @@ struct Loader {
     const int before = walk.tile;
     walk.template advance<Sharing::TREE>();
     if (walk.tile < walk.end) {
-      if (PAGED && ++used == HELD) used = 0, locate(a, next_number), find_next_pages(a);
+      if (PAGED && ++used == HELD) {
+        used = 0, found_next = false;
+        locate(a, next_number), find_next_pages(a);
+      }
       go_further(a, walk.tile - before);
     } else if (Sharing::SEVERAL_SEGMENTS && walk.more()) {
       walk.next_segment(a);
