@@ -301,6 +301,34 @@ def test_blocks_that_are_no_cluster_share_a_pair(monkeypatch, rung, batch_invari
     assert (several[0] - truth).abs().max() < (1e-5 if dtype == torch.float32 else 2e-3)
 
 
+@pytest.mark.parametrize("rung", [1, pytest.param(2, marks=of_gpus_hopper)])
+def test_pages_of_a_share_of_several_pairs(monkeypatch, rung):
+    """A block's share may begin with the last tiles of a pair; the next one has more pages than a warp holds at once."""
+    for seed in random.Random(new_seed()).sample(range(10**9), 12):
+        r = random.Random(seed)
+        torch.manual_seed(seed)
+        blocks = r.choice((6, 16, 264))
+        monkeypatch.setattr(call, "sms_of", lambda device, blocks=blocks: blocks)
+        plan.plan.cache_clear()
+        batch, heads, room = r.choice((8, 24, 40)), r.choice((1, 3)), r.choice((700, 2000))
+        head_dim, page_size = r.choice((128, 256)), r.choice((16, 64, 256))
+        q = torch.randn(batch, 1, heads, head_dim, device=DEVICE)
+        k, v = (torch.randn(batch, room, heads, head_dim, device=DEVICE) for _ in "kv")
+        each = -(-room // page_size)
+        table = torch.randperm(batch * each, device=DEVICE).int().view(batch, each)
+        pools = []
+        for t in (k, v):
+            filled = torch.nn.functional.pad(t, (0, 0, 0, 0, 0, each * page_size - room))
+            pool = torch.empty(batch * each, page_size, heads, head_dim, device=DEVICE)
+            pool[table.flatten().long()] = filled.view(-1, page_size, heads, head_dim)
+            pools.append(pool)
+        lengths = torch.randint(0, room + 1, (batch,), dtype=torch.int32, device=DEVICE)
+        given = dict(seqlens_k=lengths, rung=rung)
+        got = decode_attention(q, *pools, block_table=table, **given)
+        assert torch.equal(got, decode_attention(q, k, v, **given)), seed
+    plan.plan.cache_clear()
+
+
 @of_gpus_hopper
 @pytest.mark.parametrize("part", range(4))
 def test_long_sequences_among_short_ones(monkeypatch, part):
