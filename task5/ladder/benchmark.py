@@ -144,10 +144,8 @@ class Inputs:
             rows = [slice(0, CHECKED), slice(q_len - CHECKED, q_len)]
 
         def of(b: int, row: slice) -> Tensor:
-            end = (
-                self.shape.lengths[b] - q_len + row.stop
-            )  # of the keys that the last of these rows sees
-            one = slice(b, b + 1)
+            # Of the keys that the last of these rows sees.
+            end, one = self.shape.lengths[b] - q_len + row.stop, slice(b, b + 1)
             return attention_float64(self.q[one, row], k[one, :end], v[one, :end], causal=True)
 
         return torch.cat(
