@@ -8,7 +8,7 @@
 
 #include "tensor.cuh"
 
-// sizes, box: in values, the first 64 in each. pitches: of the other four dimensions, in bytes. L2 fetches what a box
+// sizes, box: in values, the first those of 128 bytes in each. pitches: of the other four dimensions, in bytes. L2 fetches what a box
 // has and no more: with a promotion to 256 bytes, what is read once comes 10 % slower.
 template <typename T>
 inline cudaError_t make_box_map(CUtensorMap* map, const void* data, const cuuint64_t (&sizes)[5],
@@ -20,8 +20,9 @@ inline cudaError_t make_box_map(CUtensorMap* map, const void* data, const cuuint
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
   if (!encode) return cudaErrorNotSupported;
-  constexpr auto type =
-      std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  constexpr auto type = std::is_same_v<T, float>    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                        : std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   const CUresult result =
       encode(map, type, 5, const_cast<void*>(data), sizes, pitches, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -33,12 +34,14 @@ inline cudaError_t make_box_map(CUtensorMap* map, const void* data, const cuuint
 template <typename T>
 inline cuuint64_t pitch_of(int64_t stride, int size) { return size > 1 ? cuuint64_t(stride) * sizeof(T) : 16; }
 
-// A (batch or page, row, head, head_dim) tensor in boxes of rows and columns of a head: [columns / 64][rows][64].
+// A (batch or page, row, head, head_dim) tensor in boxes of rows and columns of a head: in 16 bits
+// [columns / 64][rows][64].
 template <typename T>
 inline cudaError_t make_rows_map(CUtensorMap* map, const View& x, int rows, int columns) {
-  const cuuint64_t sizes[5] = {64, cuuint64_t(x.sizes[1]), cuuint64_t(x.sizes[3] / 64), cuuint64_t(x.sizes[2]),
+  constexpr cuuint32_t WIDTH = 128 / sizeof(T);
+  const cuuint64_t sizes[5] = {WIDTH, cuuint64_t(x.sizes[1]), cuuint64_t(x.sizes[3] / WIDTH), cuuint64_t(x.sizes[2]),
                                cuuint64_t(x.sizes[0])};
   const cuuint64_t pitches[4] = {pitch_of<T>(x.strides[1], x.sizes[1]), 128, pitch_of<T>(x.strides[2], x.sizes[2]),
                                  pitch_of<T>(x.strides[0], x.sizes[0])};
-  return make_box_map<T>(map, x.data, sizes, pitches, {64, cuuint32_t(rows), cuuint32_t(columns / 64), 1, 1});
+  return make_box_map<T>(map, x.data, sizes, pitches, {WIDTH, cuuint32_t(rows), cuuint32_t(columns / WIDTH), 1, 1});
 }

@@ -31,21 +31,21 @@ struct Item {
   DEVICE bool has_newest() const { return begin < end && end == len; }
 };
 
+// One thread.
 template <typename T, int X_ROWS, int D>
 DEVICE void load_keys(const Model& m, const int* lengths, int layer, Shared<X_ROWS>& mem, Stage& stage) {
-  // One warp keys, one values.
-  static_assert(LOADERS == 2 && 2 * TILE<T, D> <= SLOT);
-  const int loader = threadIdx.x / 32 % LOADERS;
-  stage.in_flight = IN_FLIGHT * (SLOT / (2 * TILE<T, D>));
+  static_assert(2 * TILE<T, D> <= STAGE_BYTES);
+  stage.in_flight = IN_FLIGHT * (STAGE_BYTES / (2 * TILE<T, D>));
   for (int i = blockIdx.x; i < m.items(); i += gridDim.x) {
     const Item<T, D> item(m, lengths, i);
     for (int key = item.begin; key < item.end; key += KEYS<T, D>) {
-      if (threadIdx.x % 32 == 0) {
-        wait_until_free(mem, stage);
-        mbarrier_arrive_expect(&mem.full[stage.index], TILE<T, D>);
-        tma_load(stage.at(mem.stages) + loader * TILE<T, D>, loader ? &m.v_map : &m.k_map, &mem.full[stage.index], key,
-                 item.kv_head, layer * m.layer_stride + item.b, EVICT_FIRST);
-      }
+      wait_until_free(mem, stage);
+      uint64_t* full = &mem.full[stage.index];
+      uint8_t* to = stage.at(mem.stages);
+      mbarrier_arrive_expect(full, 2 * TILE<T, D>);
+      const int b = layer * m.layer_stride + item.b;
+      tma_load(to, &m.k_map, full, key, item.kv_head, b, EVICT_FIRST);
+      tma_load(to + TILE<T, D>, &m.v_map, full, key, item.kv_head, b, EVICT_FIRST);
       stage.next();
     }
   }

@@ -7,7 +7,6 @@
 #include "stream.cuh"
 #include "words.cuh"
 
-constexpr int SLOT = STAGE_PIECES * PITCH;  // bytes of a stage
 constexpr int IN_FLIGHT = 2;                // stages
 constexpr int AHEAD = 6;                    // stages in L2: half of it, of all blocks
 // Whether x, qkv, o and inner are words with tags.
@@ -19,7 +18,7 @@ constexpr int X_PIECES = X_ROWS == 1 ? 12 : X_ROWS <= 4 ? 8
                                                         : 3;
 
 struct Layer {
-  const void *norm_1, *qkv, *qkv_sums, *qkv_bias, *o, *o_bias, *norm_2, *up, *up_sums, *up_bias, *down, *down_bias;
+  const void *norm_1, *qkv_sums, *qkv_bias, *o_bias, *norm_2, *up_sums, *up_bias, *down_bias;
 };
 
 struct Shape {
@@ -43,8 +42,9 @@ constexpr int APART = 32;  // ints
 
 struct Model {
   const Layer* layers;
-  const void *embedding, *positions, *norm, *head, *head_sums, *head_bias;  // positions: null with RoPE
-  const float *cos, *sin;                                                   // (max_seq, head_dim / 2), or null
+  const CUtensorMap* maps;                                           // of the layers' qkv, o, up and down, and of head
+  const void *embedding, *positions, *norm, *head_sums, *head_bias;  // positions: null with RoPE
+  const float *cos, *sin;                                            // (max_seq, head_dim / 2), or null
   void *x, *qkv, *o, *inner, *logits;
   CUtensorMap k_map, v_map;
   void *k_cache, *v_cache;   // (layer_stride layers, max_seq, kv_heads, head_dim): sequence b of a layer is row
@@ -67,23 +67,28 @@ struct Model {
   DEVICE Word<float>* partial_ml() const {
     return partial + int64_t(items()) * shared_by * D;
   }
-  DEVICE Product product(const Layer& l, int which, Units own, unsigned tag = 0) const {
+  DEVICE Units own(int which) const {
+    return own_units(shapes[which].units, which == UP && activation == SWIGLU ? 2 : 1);
+  }
+  // The `which` of layer i, and the logits behind all layers.
+  DEVICE const CUtensorMap* map(int i, int which) const { return maps + HEAD * i + which % HEAD; }
+  DEVICE Product product(const Layer& l, int i, int which, Units own, unsigned tag = 0) const {
     Product p = {};
-    p.own = own, p.tag = tag;
+    p.map = map(i, which), p.own = own, p.tag = tag;
     const Shape& shape = shapes[which];
     p.rows = rows, p.N = shape.N, p.K = shape.K, p.units = shape.units, p.per_stage = shape.per_stage;
     p.pieces = shape.pieces, p.eps = eps;
-    p.w_stride = p.x_stride = shape.K, p.out_stride = p.residual_stride = shape.N;
-    if (which == QKV) p.x = x, p.norm = l.norm_1, p.w = l.qkv, p.row_sums = l.qkv_sums, p.bias = l.qkv_bias;
+    p.x_stride = shape.K, p.out_stride = p.residual_stride = shape.N;
+    if (which == QKV) p.x = x, p.norm = l.norm_1, p.row_sums = l.qkv_sums, p.bias = l.qkv_bias;
     if (which == QKV) p.out = qkv;
-    if (which == O) p.x = o, p.w = l.o, p.bias = l.o_bias, p.residual = p.out = x;
+    if (which == O) p.x = o, p.bias = l.o_bias, p.residual = p.out = x;
     if (which == UP) {
-      p.x = x, p.norm = l.norm_2, p.w = l.up, p.row_sums = l.up_sums, p.bias = l.up_bias, p.out = inner;
+      p.x = x, p.norm = l.norm_2, p.row_sums = l.up_sums, p.bias = l.up_bias, p.out = inner;
       p.activation = activation;
       if (activation == SWIGLU) p.out_stride = shape.N / 2;
     }
-    if (which == DOWN) p.x = inner, p.w = l.down, p.bias = l.down_bias, p.residual = p.out = x;
-    if (which == HEAD) p.x = x, p.norm = norm, p.w = head, p.row_sums = head_sums, p.bias = head_bias, p.out = logits;
+    if (which == DOWN) p.x = inner, p.bias = l.down_bias, p.residual = p.out = x;
+    if (which == HEAD) p.x = x, p.norm = norm, p.row_sums = head_sums, p.bias = head_bias, p.out = logits;
     return p;
   }
 };

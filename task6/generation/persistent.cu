@@ -1,10 +1,10 @@
 // A decode step of a whole model in one launch.
 // architectures: sm_90a cpu
 //
-//   grid  (SMs), all resident; block (320): eight warps that compute, and two that load
+//   grid  (SMs), all resident; block (288): eight warps that compute, and one of which one thread loads
 //
-// The warps that load have the weights of all layers brought to shared memory, one matrix after the other, and never
-// wait for a result; where there is no room, they have the next ones brought to L2. The others take the step's phases
+// The thread that loads has the weights of all layers brought to shared memory, one matrix after the other, and never
+// waits for a result; where there is no room, it has the next ones brought to L2. The others take the step's phases
 // in turn, and meet all other blocks after each, but with one row not after q, k and v:
 //
 //   embedding | norm, q k v | RoPE, append, attention | o, residual | norm, gate and up | down, residual | ... | logits
@@ -68,7 +68,7 @@ DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage)
   embed<T, WORDS>(m, mem.own[O], grid.tag_written());
   grid.come(!WORDS);
   for (int i = 0, which = QKV;; which < DOWN ? ++which : (++i, which = i < m.layer_count ? QKV : HEAD)) {
-    const Product p = m.product(mem.layers[i], which, mem.own[which], grid.tag_read());
+    const Product p = m.product(mem.layers[i], i, which, mem.own[which], grid.tag_read());
     Share<T, X_ROWS, Math, MOST_UNITS, X_PIECES<X_ROWS>, WORDS> share(p, mem.ring, mem.x, stage);
     grid.wait_for_all(ordered);
     share.compute(
@@ -113,7 +113,7 @@ DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage)
   }
 }
 
-// ---- The warps that load
+// ---- The thread that loads
 
 #ifdef __CUDACC__
 DEVICE void to_L2(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
@@ -124,19 +124,19 @@ DEVICE void to_L2(const void*) {}
 // What else a product takes from memory is in L2 by then: the memory's queue is long while weights are read.
 template <typename T>
 DEVICE void prefetch_beside(const Product& p) {
-  constexpr int EACH = 128 / sizeof(T);  // a line
-  const int own = (threadIdx.x - COMPUTE) * EACH, k = blockIdx.x * 32 * LOADERS * EACH + own;
-  const int n = p.own.first * UNIT + own;
-  if (p.norm && k < p.K) to_L2(static_cast<const T*>(p.norm) + k);
-  if (n >= min(p.N, p.own.last * UNIT)) return;
-  if (p.bias) to_L2(static_cast<const T*>(p.bias) + n);
-  if (p.row_sums) to_L2(static_cast<const T*>(p.row_sums) + n);
+  constexpr int LINE = 128 / sizeof(T);
+  for (int k = blockIdx.x * LINE; p.norm && k < p.K; k += gridDim.x * LINE) to_L2(static_cast<const T*>(p.norm) + k);
+  for (int n = p.own.first * UNIT; n < min(p.N, p.own.last * UNIT); n += LINE) {
+    if (p.bias) to_L2(static_cast<const T*>(p.bias) + n);
+    if (p.row_sums) to_L2(static_cast<const T*>(p.row_sums) + n);
+  }
 }
 
 template <typename T, int X_ROWS, int D>
 DEVICE void load_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage) {
   for (int i = 0, which = QKV;; which < DOWN ? ++which : (++i, which = i < m.layer_count ? QKV : HEAD)) {
-    const Product p = m.product(mem.layers[i], which, mem.own[which]);
+    const Product p = m.product(mem.layers[i], i, which, mem.own[which]);
+    if (which != HEAD) tma_prefetch(p.map + 1);  // the next product's
     prefetch_beside<T>(p);
     load_weights<T>(p, mem.ring, stage, {AHEAD, m.pace});
     if (which == QKV) load_keys<T, X_ROWS, D>(m, mem.lengths, i, mem.ring, stage);
@@ -145,7 +145,7 @@ DEVICE void load_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage) {
 }
 
 template <typename T, int X_ROWS, int D>
-constexpr int SLOTS = (227 * 1024 - int(sizeof(Memory<T, X_ROWS, D>))) / SLOT;
+constexpr int SLOTS = (227 * 1024 - int(sizeof(Memory<T, X_ROWS, D>))) / STAGE_BYTES;
 
 template <typename T, int X_ROWS, int D, typename Math>
 __global__ void __launch_bounds__(THREADS, 1) step_kernel(const __grid_constant__ Model m) {
@@ -155,17 +155,18 @@ __global__ void __launch_bounds__(THREADS, 1) step_kernel(const __grid_constant_
   for (int i = threadIdx.x; i < m.layer_count * ADDRESSES; i += THREADS)
     reinterpret_cast<const void**>(mem.layers)[i] = reinterpret_cast<const void* const*>(m.layers)[i];
   if (threadIdx.x < m.rows) mem.lengths[threadIdx.x] = m.lengths[threadIdx.x];
-  if (threadIdx.x < PRODUCTS) mem.own[threadIdx.x] = own_units(m.shapes[threadIdx.x].units);
+  for (int i = threadIdx.x; i <= HEAD * m.layer_count; i += THREADS) acquire_map(m.maps + i);
+  if (threadIdx.x < PRODUCTS) mem.own[threadIdx.x] = m.own(threadIdx.x);
   if (m.gpus > 1 && threadIdx.x == 0) {
     mem.inboxes = {{}, m.rank, m.gpus, m.rows, m.hidden, m.layer_count, unsigned(m.counters[BEFORE * APART])};
     for (int gpu = 0; gpu < m.gpus; ++gpu) mem.inboxes.of[gpu] = m.inboxes[gpu];
   }
   if (threadIdx.x == COMPUTE) tma_prefetch(&m.k_map), tma_prefetch(&m.v_map);
-  start(mem.ring, SLOTS<T, X_ROWS, D>, SLOT);
-  Stage stage = {SLOTS<T, X_ROWS, D>, SLOT, IN_FLIGHT};
+  start(mem.ring, SLOTS<T, X_ROWS, D>);
+  Stage stage = {SLOTS<T, X_ROWS, D>, STAGE_BYTES, IN_FLIGHT};
   if (__shfl_sync(~0u, threadIdx.x / 32, 0) < WARPS) {
     compute_step<T, X_ROWS, D, Math>(m, mem, stage);
-  } else {
+  } else if (threadIdx.x == COMPUTE) {
     load_step<T, X_ROWS, D>(m, mem, stage);
   }
 }
@@ -185,20 +186,19 @@ static cudaError_t launch_together(void (*kernel)(Model), int blocks, int bytes,
 template <typename T, int X_ROWS, int D, typename Math>
 static cudaError_t launch(Model& m, int blocks, cudaStream_t stream) {
   constexpr auto kernel = step_kernel<T, X_ROWS, D, Math>;
-  constexpr int bytes = sizeof(Memory<T, X_ROWS, D>) + SLOTS<T, X_ROWS, D> * SLOT;
+  constexpr int bytes = sizeof(Memory<T, X_ROWS, D>) + SLOTS<T, X_ROWS, D> * STAGE_BYTES;
   static_assert(bytes <= 227 * 1024, "a block has at most 227 KiB of shared memory");
-  constexpr int most_in_flight = IN_FLIGHT * (SLOT / (2 * TILE<T, D>));
+  constexpr int most_in_flight = IN_FLIGHT * (STAGE_BYTES / (2 * TILE<T, D>));
   static_assert(most_in_flight <= SLOTS<T, X_ROWS, D> && SLOTS<T, X_ROWS, D> <= MOST_STAGES, "the ring has them");
   if (cudaError_t error = allow_shared_memory<kernel, bytes>()) return error;
-  const int layers_rows = m.layer_stride * (m.layer_count - 1) + m.rows;
-  const Strides cache = {int64_t(m.max_seq) * m.kv_heads * D, int64_t(m.kv_heads) * D, D};
+  const int64_t token = m.kv_heads * D, layers_rows = m.layer_stride * (m.layer_count - 1) + m.rows;
   for (auto [map, data] : {std::pair(&m.k_map, m.k_cache), std::pair(&m.v_map, m.v_cache)}) {
-    if (cudaError_t error = make_tensor_map<T>(map, data, cache, layers_rows, m.max_seq, m.kv_heads, D, KEYS<T, D>))
-      return error;
+    const View cache = {data, {layers_rows, m.max_seq, m.kv_heads, D}, {m.max_seq * token, token, D, 1}};
+    if (cudaError_t error = make_rows_map<T>(map, cache, KEYS<T, D>, D)) return error;
   }
   for (Shape& shape : m.shapes) {
     Product p = {};
-    p.N = shape.N;
+    p.N = shape.N, p.activation = &shape == &m.shapes[UP] ? m.activation : 0;
     p.share(blocks, Math::UNITS);
     shape.units = p.units, shape.per_stage = p.per_stage, shape.pieces = p.pieces;
   }
@@ -218,11 +218,28 @@ static cudaError_t launch(Model& m, int blocks, cudaStream_t stream) {
   }
 }
 
-// layers: (layers, 12) addresses in the order of Layer; k_cache, v_cache: the first layer's (batch, max_seq, kv_heads,
+// The tensor map of a matrix of weights, in device memory.
+static __global__ void keep_map(const __grid_constant__ CUtensorMap map, CUtensorMap* to) {
+  constexpr int VECTORS = sizeof(CUtensorMap) / sizeof(uint4);
+  if (threadIdx.x < VECTORS)
+    reinterpret_cast<uint4*>(to)[threadIdx.x] = reinterpret_cast<const uint4*>(&map)[threadIdx.x];
+}
+extern "C" cudaError_t map_weights(View w, void* map, int dtype, cudaStream_t stream) {
+  return with_dtype(dtype, [&](auto zero) {
+    CUtensorMap made;
+    if (cudaError_t error =
+            make_weights_map<decltype(zero)>(&made, w.data, w.strides[0], w.sizes[0], w.sizes[1]))
+      return error;
+    keep_map<<<1, 32, 0, stream>>>(made, static_cast<CUtensorMap*>(map));
+    return cudaGetLastError();
+  });
+}
+
+// layers: (layers, 8) addresses in the order of Layer; maps: (4 layers + 1, 128) bytes, by map_weights(); k_cache, v_cache: the first layer's (batch, max_seq, kv_heads,
 // head_dim), and the next layer's layer_stride sequences behind it; blocks: no more than fit at once, one on each SM;
 // inboxes: the addresses of all GPUs' inboxes, as this one sees them, or null for one GPU; bytes_per_cycle: of the
 // memory, in cycles of the SMs.
-extern "C" cudaError_t step(const void* layers, int layer_count, View embedding, const void* positions,
+extern "C" cudaError_t step(const void* layers, const void* maps, int layer_count, View embedding, const void* positions,
                             const void* norm, View head, const void* head_sums, const void* head_bias, const float* cos,
                             const float* sin, View x, View qkv, View o, View inner, void* logits, void* partial,
                             void* best, int* counters, int* lengths, int64_t* tokens, int64_t* clocks,
@@ -230,9 +247,9 @@ extern "C" cudaError_t step(const void* layers, int layer_count, View embedding,
                             int heads, int activation, int splits, float eps, float scale,
                             float bytes_per_cycle, int blocks, int dtype, cudaStream_t stream) {
   Model m = {};
-  m.layers = static_cast<const Layer*>(layers), m.layer_count = layer_count;
+  m.layers = static_cast<const Layer*>(layers), m.maps = static_cast<const CUtensorMap*>(maps), m.layer_count = layer_count;
   m.embedding = embedding.data, m.positions = positions, m.norm = norm;
-  m.head = head.data, m.head_sums = head_sums, m.head_bias = head_bias, m.cos = cos, m.sin = sin;
+  m.head_sums = head_sums, m.head_bias = head_bias, m.cos = cos, m.sin = sin;
   m.x = x.data, m.qkv = qkv.data, m.o = o.data, m.inner = inner.data, m.logits = logits;
   m.partial = static_cast<Word<float>*>(partial);
   m.best = static_cast<unsigned long long*>(best), m.counters = counters, m.lengths = lengths, m.tokens = tokens,

@@ -19,13 +19,14 @@ HEAD_DIMS = (64, 128)
 MOST_HEADS = 4  # of a group, that share a read of its keys
 FEWEST_KEYS = 32  # of a block
 MOST_GPUS = 8
+ROW = 128  # bytes, of which a matrix's rows are a multiple
+TENSOR_MAP = 128  # bytes
 PACE = 0.6  # of the memory's peak, at which L2 is filled ahead: at all of it steps of an H200 take up to 1.4 x the time
 COUNTERS = (
     3 * 32
 )  # blocks that come to a meeting, and that are done, and steps: in lines of memory of their own
-LAYER = (
-    "norm_1", "qkv", "qkv_sums", "qkv_bias", "o", "o_bias", "norm_2", "up", "up_sums", "up_bias", "down", "down_bias",
-)  # fmt: skip
+MATRICES = ("qkv", "o", "up", "down")
+LAYER = ("norm_1", "qkv_sums", "qkv_bias", "o_bias", "norm_2", "up_sums", "up_bias", "down_bias")
 _KERNELS = Kernels(__file__, "persistent.cu")  # of GPUs, for Hopper
 
 
@@ -34,7 +35,7 @@ class StepModel:
     """What a step reads.
 
     Attributes:
-        layers: tensors by the names of LAYER; those that a model does not have are missing. Matrices are ``(N, K)``,
+        layers: tensors by the names of MATRICES and LAYER; what a model does not have is missing. Matrices are ``(N, K)``,
             and with SwiGLU ``up`` has the rows of gate, then those of up. ``*_sums`` make a norm a layer norm, as in
             :func:`task6.generation.product.product`.
         k_cache, v_cache: ``(layers, batch, max_seq, kv_heads, head_dim)``, each layer's part contiguous.
@@ -96,8 +97,8 @@ def why_not(model: StepModel, lengths: Tensor, group: Group | None = None) -> st
     for t in [t for t in tensors if t is not None]:
         if not t.is_contiguous() or (t.dtype, t.device) != (model.embedding.dtype, device):
             return "a persistent step takes contiguous tensors of one dtype and device"
-        if t.data_ptr() % 16 or (t.dim() > 1 and t.shape[-1] * t.element_size() % 16):
-            return f"tensors and their rows must begin at multiples of 16 bytes; got {describe(t)}"
+        if t.data_ptr() % 16 or (t.dim() > 1 and t.shape[-1] * t.element_size() % ROW):
+            return f"tensors must begin at multiples of 16 bytes, their rows of {ROW}; got {describe(t)}"
     if k_cache.stride() != v_cache.stride() or k_cache.stride(0) % k_cache.stride(1):
         return (
             "layers of k_cache and v_cache must be whole sequences apart, as far in both; got strides"
@@ -188,6 +189,10 @@ class PersistentStep:
             for layer in model.layers
         ]
         inboxes = group.inboxes(2 * group.world * rows * (hidden + 1), lengths.device)
+        matrices = [layer[name] for layer in model.layers for name in MATRICES] + [model.head]
+        maps = torch.empty(len(matrices), TENSOR_MAP, dtype=torch.uint8, device=lengths.device)
+        for w, map in zip(matrices, maps, strict=True):
+            _KERNELS.launch("map_weights", w=w, map=map, dtype=dtype_code(place["dtype"]))
         # The kernel has their addresses only.
         self._behind = {
             f"{name}_{i}": t for i, layer in enumerate(model.layers) for name, t in layer.items()
@@ -200,7 +205,7 @@ class PersistentStep:
             return torch.zeros(rows, columns, *tags, **place)
 
         self.arguments = dict(
-            layers=torch.tensor(addresses, device=lengths.device), layer_count=len(model.layers),
+            layers=torch.tensor(addresses, device=lengths.device), maps=maps, layer_count=len(model.layers),
             embedding=model.embedding, positions=model.positions, norm=model.norm, head=model.head,
             head_sums=model.head_sums, head_bias=model.head_bias, cos=model.cos, sin=model.sin,
             x=buffer(hidden), qkv=buffer(first["qkv"].shape[0]), o=buffer(model.heads * head_dim),

@@ -86,7 +86,8 @@ def product(
                 )
     expect_loadable(x=x, w=w, norm=norm)
     tiles = -(-N // TILE)
-    (_STREAMED if is_hopper(x.device) else _KERNELS).launch(
+    whole_lines = K * x.element_size() % 128 == 0
+    (_STREAMED if is_hopper(x.device) and whole_lines else _KERNELS).launch(
         "product", x=x, w=w, norm=norm, row_sums=row_sums, bias=bias, residual=x if residual is None else residual,
         has_residual=int(residual is not None), out=out, activation=ACTIVATIONS.index(activation), eps=eps,
         blocks=min(tiles, _blocks(x.device)), dtype=dtype_code(x.dtype),

@@ -15,9 +15,8 @@ struct Place {
 
   DEVICE Place(const Product& p, int i, int unit, int units) {
     row = i / (units * UNIT), column = i - row * units * UNIT;
-    n = p.row_of(unit + column / UNIT, column % UNIT);
-    any = row < p.rows && p.has_row(unit + column / UNIT, column % UNIT);
-    if (p.activation == SWIGLU) any = any && column % UNIT < 4;
+    n = p.column(unit + column / UNIT, column % UNIT);
+    any = row < p.rows && n < p.rows_of_w() && column / UNIT % p.together() == 0;
   }
 };
 
@@ -27,7 +26,7 @@ struct Place {
 template <typename T, int X_ROWS, typename Math, int MOST_PIECES, int X_PIECES, bool TAGGED = false>
 struct Share {
   static_assert(MOST_PIECES == 1 || (MOST_PIECES == MOST_UNITS && Math::UNITS == MOST_UNITS), "in a stage");
-  static constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS;
+  static constexpr int CHUNK = BYTES / sizeof(T);
   const Product& p;
   Shared<X_ROWS>& mem;
   Stage& stage;
@@ -76,20 +75,21 @@ struct Share {
   template <int PIECES>
   DEVICE void multiply(Math& math, int units) {
     constexpr int EACH = Math::UNITS / PIECES;  // units
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int k_0 = threadIdx.x / 32 * (STEP / WARPS) + t * (16 / sizeof(T));
+    const int lane = threadIdx.x % 32, r = row_of_lane();
+    const int of_warp = threadIdx.x / 32 * (UNIT * 128) + r * 128;
 #pragma unroll 1
     for (int chunk = 0; chunk < p.K; chunk += PIECES * CHUNK) {
       mbarrier_wait(&mem.full[stage.index], stage.parity);
-      const uint8_t* from = stage.at(mem.stages) + g * PITCH + k_0 * sizeof(T);
+      const uint8_t* from = stage.at(mem.stages) + of_warp;
       uint4 w[STEPS][Math::UNITS];
 #pragma unroll
       for (int i = 0; i < STEPS; ++i) {
+        const int vector = (4 * i + lane % 4) ^ r;  // TMA swizzles rows of 128 bytes
 #pragma unroll
         for (int u = 0; u < Math::UNITS; ++u) {
           w[i][u] = {};
-          if (u % EACH < units && chunk + u / EACH * CHUNK + i * STEP + k_0 < p.K)  // behind the end is anything
-            w[i][u] = *reinterpret_cast<const uint4*>(from + i * STEP * sizeof(T) + u * UNIT * PITCH);
+          if (u % EACH < units && chunk + u / EACH * CHUNK < p.K)
+            w[i][u] = *reinterpret_cast<const uint4*>(from + vector * 16 + u * BOX);
         }
       }
       __syncwarp();
@@ -127,7 +127,7 @@ struct Share {
       for (int warp = 0; warp < WARPS; ++warp) {
         const auto& of_row = mem.sums[pass % 2][warp][place.row];
         sum += of_row[place.column];
-        if (p.activation == SWIGLU) up += of_row[place.column + 4];
+        if (p.activation == SWIGLU) up += of_row[place.column + UNIT];
         if (p.norm) moments.add(mem.moments[warp][place.row]);
       }
       sum = complete(place.row, place.n, sum);

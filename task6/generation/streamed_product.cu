@@ -4,10 +4,10 @@
 //   x (rows, K) with up to 16 rows, w (N, K)   fp32, fp16 or bf16, sums in fp32; out, norm, SwiGLU, residual as there
 //
 //   grid  (SMs): a block has neighbouring units of 8 rows of w, at most one more than another one
-//   block (320): eight warps that compute, each an eighth of a stage's columns, and two that load
+//   block (288): eight warps that compute, each an eighth of a stage's columns, and one of which one thread loads
 //
 // Against product.cu,
-//   loads       two warps have the copy engine bring 1 KiB of each of up to 32 rows, stage after stage, as far ahead
+//   loads       one thread has the copy engine bring 1 KiB of each of up to 32 rows, stage after stage, as far ahead
 //               as there is shared memory. Nobody else waits to issue a load, and no load waits for a sum
 //   launches    the launch after this one begins at once, on the half of the SM that this one leaves, and fills its
 //               stages: weights depend on nothing. Only x is waited for. So a step reads weights all the time
@@ -22,6 +22,7 @@ constexpr int X_PIECES = X_ROWS <= 4 ? 8 : 3;
 
 struct Launch : Product {
   int stages, bytes;  // of shared memory; of one
+  CUtensorMap of_w;
 };
 
 template <int X_ROWS>
@@ -35,12 +36,12 @@ __global__ void __launch_bounds__(THREADS, X_ROWS <= 8 ? 2 : 1) product_kernel(c
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& mem = *reinterpret_cast<Memory<X_ROWS>*>(raw);
   begin_the_next_launch();
-  Launch p = launch;
-  p.own = own_units(p.units);
-  start(mem.ring, p.stages, p.bytes);
-  Stage stage = {p.stages, p.bytes, p.stages};
+  Product p = launch;
+  p.own = own_units(p.units, p.together()), p.map = &launch.of_w;
+  start(mem.ring, launch.stages);
+  Stage stage = {launch.stages, launch.bytes, launch.stages};
   if (__shfl_sync(~0u, threadIdx.x / 32, 0) >= WARPS) {
-    load_weights<T>(p, mem.ring, stage);  // of this launch: the one before may still run
+    if (threadIdx.x == COMPUTE) load_weights<T>(p, mem.ring, stage);  // of this launch: the one before may still run
   } else {
     wait_for_the_launch_before();
     Share<T, X_ROWS, Math, 1, X_PIECES<X_ROWS>>(p, mem.ring, mem.x, stage)
@@ -59,8 +60,9 @@ static cudaError_t launch(Launch p, cudaStream_t stream) {
   // Of 4 rows two units are a stage, unless x does not stay: it is read again for each stage of N.
   const bool stays = p.K * int(sizeof(T)) <= X_PIECES<X_ROWS> * BYTES;
   p.share(blocks, X_ROWS == 4 && stays ? 2 : Math::UNITS);
-  p.pieces = 1, p.bytes = p.per_stage * UNIT * PITCH;
+  p.pieces = 1, p.bytes = p.per_stage * BOX;
   p.stages = min(MOST_STAGES, int(ROOM<X_ROWS> - sizeof(Memory<X_ROWS>)) / p.bytes);
+  if (cudaError_t error = make_weights_map<T>(&p.of_w, p.w, p.w_stride, p.N, p.K)) return error;
   if (cudaError_t error = allow_shared_memory<kernel, ROOM<X_ROWS>>()) return error;
   return launch_kernel<Launch>(kernel, dim3(blocks), THREADS, sizeof(Memory<X_ROWS>) + p.stages * p.bytes, stream, p);
 }

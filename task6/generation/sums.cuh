@@ -1,11 +1,15 @@
-// Sums of products of a stage of weights and x. Lane g = lane / 4, t = lane % 4 of a warp has row g of each unit, and
-// in each step the 16 bytes from 16 (4 warp + t) on.
+// Sums of products of a stage of weights and x. A warp has 128 bytes of each row's piece, in each step half of them, and
+// its lane 4 g + t in each step the 16 bytes from 16 t on, of one row of each unit.
 #pragma once
 #include <cuda_runtime.h>
 
 #include "dtype.cuh"
 #include "ptx.cuh"
 #include "weights.cuh"
+
+// Which row. Eight lanes load together: rows g of even and odd g are 4 apart, so that the swizzle puts what they load
+// into different banks.
+DEVICE int row_of_lane() { return threadIdx.x / 4 % 2 * 4 + threadIdx.x % 32 / 8; }
 
 // In 16 bits: m16n8k16, with weights as the 16 rows. A lane has 8 neighbours in k of one row where a fragment has 2 of
 // rows g and g + 8, and 2 that are 8 apart: the sum over k has no order, so its first and third pair are those of row
@@ -43,7 +47,7 @@ struct TensorCores {
     }
   }
   DEVICE void put(float (*part)[UNITS * UNIT + 1]) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int r = row_of_lane(), t = threadIdx.x % 4;
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
 #pragma unroll
@@ -51,7 +55,7 @@ struct TensorCores {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
           const float whole = sum[u][i][n] + __shfl_xor_sync(~0u, sum[u][i][2 + n], 2);
-          if (t < 2 && 4 * i + 2 * t + n < X_ROWS) part[4 * i + 2 * t + n][UNIT * u + g] = whole;
+          if (t < 2 && 4 * i + 2 * t + n < X_ROWS) part[4 * i + 2 * t + n][UNIT * u + r] = whole;
         }
       }
     }
@@ -89,14 +93,14 @@ struct CudaCores {
     for (int row = 0; row < X_ROWS; ++row) sum[to][row] += sum[from][row];
   }
   DEVICE void put(float (*part)[MOST_UNITS * UNIT + 1]) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int r = row_of_lane(), t = threadIdx.x % 4;
 #pragma unroll
     for (int row = 0; row < X_ROWS; ++row) {
 #pragma unroll
       for (int u = 0; u < UNITS; ++u) {
         float of_row = sum[u][row];
         of_row += __shfl_xor_sync(~0u, of_row, 1), of_row += __shfl_xor_sync(~0u, of_row, 2);
-        if (t == 0) part[row][UNIT * u + g] = of_row;
+        if (t == 0) part[row][UNIT * u + r] = of_row;
       }
     }
   }

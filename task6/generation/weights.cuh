@@ -1,4 +1,4 @@
-// Weights as a stream: two warps of a block have them brought to shared memory, stage after stage, for eight warps that
+// Weights as a stream: one thread of a block has them brought to shared memory, stage after stage, for eight warps that
 // multiply. Hopper and later.
 #pragma once
 #include <cuda_runtime.h>
@@ -8,47 +8,57 @@
 #endif
 
 #include "../../task4/ladder/hopper.cuh"
+#include "../../task5/ladder/tensor_map.cuh"
 #include "launch.cuh"
 #include "product.cuh"
 
-// One warp issues a copy in 30 ns: of 1 KiB, two of them ask for more than the memory has.
-constexpr int WARPS = 8, LOADERS = 2, COMPUTE = 32 * WARPS, THREADS = COMPUTE + 32 * LOADERS;
-constexpr int UNIT = 8, MOST_UNITS = 4;          // rows of w of a unit; units of a stage at most
-constexpr int BYTES = 1024, PITCH = BYTES + 64;  // of a piece of a row: lanes of a quarter-warp read different banks
-constexpr int STAGE_PIECES = UNIT * MOST_UNITS;  // of a stage: of fewer rows it has more of each
-constexpr int STEPS = BYTES / (64 * WARPS);      // of a piece: in each a warp has 64 bytes of a row
+constexpr int WARPS = 8, COMPUTE = 32 * WARPS, THREADS = COMPUTE + 32;  // the last warp's first thread loads
+constexpr int UNIT = 8, MOST_UNITS = 4;  // rows of w of a unit; units of a stage at most
+constexpr int BYTES = 1024;              // of a piece of a row
+constexpr int BOX = UNIT * BYTES;        // of the pieces of a unit, which TMA copies together: [BYTES / 128][UNIT][128]
+constexpr int STEPS = BYTES / (64 * WARPS);  // of a piece: in each a warp has 64 bytes of a row
 constexpr int MOST_STAGES = 20;
-constexpr int STAGE_BYTES = STAGE_PIECES * BYTES;  // of weights
+constexpr int STAGE_BYTES = MOST_UNITS * BOX;  // of fewer rows a stage has more pieces of each
 
 // Of w: those from `first` to `last`.
 struct Units {
   int first, last;
 };
-// Each block's are neighbours, at most one more than another one's.
-DEVICE Units own_units(int units) {
-  const int block = blockIdx.x, blocks = gridDim.x;
-  return {units * block / blocks, units * (block + 1) / blocks};
+// Each block's are neighbours, at most one more than another one's, or as many as belong together.
+DEVICE Units own_units(int units, int together) {
+  const int block = blockIdx.x, blocks = gridDim.x, groups = units / together;
+  return {groups * block / blocks * together, groups * (block + 1) / blocks * together};
 }
 
 struct Product : Arguments {
+  const CUtensorMap* map;        // of w, in boxes of a unit's pieces
   int units, per_stage, pieces;  // of w; of a stage; of a row in a stage
   Units own;                     // the block's
   unsigned tag;                  // of x, where it has tags
 
-  // With SwiGLU the first four rows of a unit are gate's, the others up's.
-  DEVICE int row_of(int unit, int r) const {
-    return activation == SWIGLU ? 4 * unit + r % 4 + (r < 4 ? 0 : N / 2) : UNIT * unit + r;
-  }
-  DEVICE bool has_row(int unit, int r) const {
-    return activation == SWIGLU ? 4 * unit + r % 4 < N / 2 : UNIT * unit + r < N;
-  }
+  // With SwiGLU units are gate's and up's in turn: two of them belong together.
+  __host__ __device__ int together() const { return activation == SWIGLU ? 2 : 1; }
+  __host__ __device__ int rows_of_w() const { return N / together(); }  // of gate, and of up
+  DEVICE int column(int unit, int r) const { return UNIT * (unit / together()) + r; }  // of out
+  DEVICE int first_row(int unit) const { return column(unit, 0) + unit % together() * rows_of_w(); }
+
   // So many units are a stage that each block of so many has equally large ones.
   __host__ __device__ void share(int blocks, int most) {
-    units = ceil_div(N, UNIT);
-    const int of_a_block = ceil_div(units, blocks);
-    per_stage = ceil_div(of_a_block, ceil_div(of_a_block, most)), pieces = MOST_UNITS / per_stage;
+    const int groups = ceil_div(rows_of_w(), UNIT), of_a_block = ceil_div(groups, blocks);
+    units = groups * together();
+    per_stage = ceil_div(of_a_block, ceil_div(of_a_block, most / together())) * together();
+    pieces = MOST_UNITS / per_stage;
   }
 };
+
+// The map of a matrix of N rows whose length is a multiple of 128 bytes.
+template <typename T>
+inline cudaError_t make_weights_map(CUtensorMap* map, const void* w, int64_t stride, int N, int K) {
+  constexpr cuuint32_t WIDTH = 128 / sizeof(T);
+  const cuuint64_t sizes[5] = {WIDTH, cuuint64_t(N), cuuint64_t(K) / WIDTH, 1, 1};
+  const cuuint64_t pitches[4] = {pitch_of<T>(stride, N), 128, 16, 16};
+  return make_box_map<T>(map, w, sizes, pitches, {WIDTH, UNIT, BYTES / 128, 1, 1});
+}
 
 template <int X_ROWS>
 struct Shared {
@@ -84,26 +94,40 @@ DEVICE bool mbarrier_try_wait(uint64_t* barrier, int parity) {
       : "memory");
   return over;
 }
-DEVICE void prefetch_to_L2(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 DEVICE int64_t cycles() { return clock64(); }
+// Of a map in device memory, before a block uses it.
+DEVICE void acquire_map(const CUtensorMap* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
+}
 #else
+DEVICE void acquire_map(const CUtensorMap*) {}
 DEVICE bool mbarrier_try_wait(uint64_t* barrier, int parity) {
   mbarrier_wait(barrier, parity);
   return true;
 }
-DEVICE void prefetch_to_L2(const void*, int) {}
 DEVICE int64_t cycles() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 #endif
 
-// One lane: what was asked for `in_flight` stages ago has come.
+// tma_load_box() of what nobody reads again before much else has come: x, results and counters stay in L2.
+DEVICE void load_box_once(void* to, const CUtensorMap* map, uint64_t* barrier, int row, int part) {
+#ifdef __CUDACC__
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %3, %3}], [%2], %6;" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(0), "r"(row), "r"(part), "l"(EVICT_FIRST)
+      : "memory");
+#else
+  tma_load_box(to, map, barrier, row, part, 0, 0);
+#endif
+}
+
+// What was asked for `in_flight` stages ago has come.
 template <int X_ROWS>
 DEVICE void wait_for_earlier(Shared<X_ROWS>& mem, const Stage& stage) {
   const int before = stage.index - stage.in_flight, i = before < 0 ? before + stage.stages : before;
   mbarrier_wait(&mem.full[i], before < 0 ? stage.parity ^ 1 : stage.parity);
 }
-// One lane: the stage may be loaded.
+// The stage may be loaded.
 template <int X_ROWS>
 DEVICE void wait_until_free(Shared<X_ROWS>& mem, const Stage& stage) {
   wait_for_earlier(mem, stage);
@@ -111,58 +135,38 @@ DEVICE void wait_until_free(Shared<X_ROWS>& mem, const Stage& stage) {
 }
 
 template <int X_ROWS>
-DEVICE void start(Shared<X_ROWS>& mem, int stages, int bytes) {
+DEVICE void start(Shared<X_ROWS>& mem, int stages) {
   if (threadIdx.x == 0) {
-    may_be_anything(mem.stages, stages * bytes);  // where there are no rows of w, whose sums are no part of out
-    for (int i = 0; i < stages; ++i) mbarrier_init(&mem.full[i], LOADERS), mbarrier_init(&mem.empty[i], WARPS);
+    for (int i = 0; i < stages; ++i) mbarrier_init(&mem.full[i], 1), mbarrier_init(&mem.empty[i], WARPS);
     mbarrier_init_fence();
   }
   __syncthreads();  // barriers initialised before any thread uses them
 }
 
-// As bulk_load, of what nobody reads again before much else has come: x, results and counters stay in L2.
-DEVICE void bulk_load_once(void* to, const void* from, int bytes, uint64_t* barrier) {
-#ifdef __CUDACC__
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(EVICT_FIRST)
-      : "memory");
-#else
-  bulk_load(to, from, bytes, barrier);
-#endif
-}
+// A block's boxes of a product, one stage after the other.
+struct Boxes {
+  static constexpr int PARTS = BYTES / 128;
+  const Product& p;
+  int pieces;  // of a row
+  int unit, piece = 0;
 
-// A lane's piece of each stage of a block's units, one stage after the other.
-template <typename T>
-struct WeightPiece {
-  static constexpr int CHUNK = BYTES / sizeof(T);
-  const Product* p;
-  int unit, last, row, of_row, place;  // of_row, place: which piece of its row, and of the stage
-  int first = 0;                       // column of the stage
-  const T* from;                       // the row
-  bool has;
-
-  DEVICE WeightPiece(const Product& p) : p(&p), unit(p.own.first), last(p.own.last) {
-    const int rows = p.per_stage * UNIT, each = rows * p.pieces / LOADERS, lane = threadIdx.x % 32;
-    place = threadIdx.x / 32 % LOADERS * each + lane;
-    row = lane < each ? place % rows : -1, of_row = place / rows;
-    find_row();
-  }
-  DEVICE void find_row() {
-    const int own = unit + row / UNIT;
-    has = row >= 0 && own < last && p->has_row(own, row % UNIT);
-    from = static_cast<const T*>(p->w) + p->row_of(own, row % UNIT) * p->w_stride;
-  }
-  DEVICE bool any() const { return unit < last; }  // of this stage; the same for all lanes
+  DEVICE Boxes(const Product& p, int chunk) : p(p), pieces(ceil_div(p.K, chunk)), unit(p.own.first) {}
+  DEVICE bool any() const { return unit < p.own.last; }
   DEVICE void next() {
-    if ((first += p->pieces * CHUNK) < p->K) return;
-    first = 0, unit += p->per_stage;
-    find_row();
+    if ((piece += p.pieces) >= pieces) piece = 0, unit += p.per_stage;
   }
-  DEVICE int k() const { return first + of_row * CHUNK; }
-  DEVICE const T* source() const { return from + k(); }
-  DEVICE int bytes() const { return has ? max(0, min(CHUNK, p->K - k())) * int(sizeof(T)) : 0; }
+  // use(box, row, part) of the stage's boxes: first of all units the first piece, then the next one. How many there are.
+  template <typename Use>
+  DEVICE int of_stage(Use use) const {
+    const int units = min(p.per_stage, p.own.last - unit), each = min(p.pieces, pieces - piece);
+    for (int i = 0; i < each; ++i) {
+      for (int u = 0; u < units; ++u) use(i * p.per_stage + u, p.first_row(unit + u), (piece + i) * PARTS);
+    }
+    return units * each;
+  }
+  DEVICE int count() const {
+    return of_stage([](int, int, int) {});
+  }
 };
 
 // What L2 may have of a product before there is room for it in the ring.
@@ -171,33 +175,29 @@ struct Ahead {
   int pace = 0;  // cycles in which the memory delivers a stage of all blocks
 };
 
-// While the ring is full, the memory is idle: stages are brought to L2 at its pace, and as many more while those come
-// from L2 to the ring.
+// One thread. While the ring is full, the memory is idle: stages are brought to L2 at its pace, and as many more while
+// those come from L2 to the ring.
 template <typename T, int X_ROWS>
 DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage, Ahead most = {}) {
-  WeightPiece<T> piece(p), later = piece;  // later: what L2 is asked for next
-  int ahead = 0;                     // stages, from the one to the other
-  int64_t due = 0;                   // cycles, when the memory may be asked again
-  const bool leads = threadIdx.x % 32 == 0;
+  Boxes boxes(p, BYTES / sizeof(T)), later = boxes;  // later: what L2 is asked for next
+  int ahead = 0;    // stages, from the one to the other
+  int64_t due = 0;  // cycles, when the memory may be asked again
   const auto fetch_ahead = [&] {
-    if (ahead >= most.stages || !later.any() || !__shfl_sync(~0u, cycles() >= due, 0)) return;
-    if (const int bytes = later.bytes()) prefetch_to_L2(later.source(), bytes);
+    if (ahead >= most.stages || !later.any() || cycles() < due) return;
+    later.of_stage([&](int, int row, int part) { tma_prefetch_box(p.map, row, part, 0, 0); });
     later.next(), ++ahead, due = cycles() + most.pace;
   };
-  for (; piece.any(); piece.next()) {
-    const int bytes = piece.bytes(), all = __reduce_add_sync(~0u, bytes);
-    if (leads) wait_for_earlier(mem, stage);
+  for (; boxes.any(); boxes.next()) {
+    wait_for_earlier(mem, stage);
     const int parity = stage.parity ^ 1;
     if (most.stages > 0) {
-      while (!__shfl_sync(~0u, leads && mbarrier_try_wait(&mem.empty[stage.index], parity), 0)) fetch_ahead();
+      while (!mbarrier_try_wait(&mem.empty[stage.index], parity)) fetch_ahead();
     }
-    if (leads) {
-      mbarrier_wait(&mem.empty[stage.index], parity);
-      mbarrier_arrive_expect(&mem.full[stage.index], all);
-    }
-    __syncwarp();
-    if (bytes > 0)
-      bulk_load_once(stage.at(mem.stages) + piece.place * PITCH, piece.source(), bytes, &mem.full[stage.index]);
+    mbarrier_wait(&mem.empty[stage.index], parity);
+    uint64_t* full = &mem.full[stage.index];
+    mbarrier_arrive_expect(full, boxes.count() * BOX);
+    uint8_t* to = stage.at(mem.stages);
+    boxes.of_stage([&](int i, int row, int part) { load_box_once(to + i * BOX, p.map, full, row, part); });
     stage.next();
     if (most.stages == 0) continue;
     if (ahead > 0) {

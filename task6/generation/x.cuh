@@ -25,7 +25,7 @@ DEVICE void go_round(int& k, int first, int K) {
 // In copies. A lane asks for 16 bytes of every fourth row of a piece.
 template <typename T, int X_ROWS, int PIECES>
 struct XCopies {
-  static constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS, GROUPS = ceil_div(X_ROWS, 4);
+  static constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / (WARPS * STEPS), GROUPS = ceil_div(X_ROWS, 4);
   static constexpr bool EACH_PIECE = true;  // is scaled by itself
   static_assert(STEPS == 2, "eight lanes have a row of a piece");
 
@@ -52,7 +52,7 @@ struct XCopies {
   static DEVICE int row_of(int i) { return 4 * i + threadIdx.x % 32 / 8; }
   static DEVICE int first_k() {
     const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
-    return step() * STEP + warp * (STEP / WARPS) + t * int(16 / sizeof(T));
+    return (warp * STEPS + step()) * STEP + t * int(16 / sizeof(T));
   }
   DEVICE uint8_t* place(int piece, int row) const { return own[piece][step()][row] + threadIdx.x % 4 * 16; }
   DEVICE void ask(const Product& p) {
@@ -116,7 +116,7 @@ struct XCopies {
 template <typename T, int PIECES>
 struct XWords {
   static constexpr int TURN = 4, TURNS = PIECES / TURN;  // pieces of a turn; turns that there is room for
-  static constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / STEPS, RUN = 8 / sizeof(T);
+  static constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / (WARPS * STEPS), RUN = 8 / sizeof(T);
   static constexpr bool EACH_PIECE = false;
   static_assert(STEPS == 2 && PIECES % TURN == 0, "eight lanes have a piece");
   struct Coming {
@@ -149,7 +149,7 @@ struct XWords {
   static DEVICE int group() { return threadIdx.x % 32 / 8; }
   static DEVICE int first_k() {
     const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
-    return group() * CHUNK + step() * STEP + warp * (STEP / WARPS) + t * RUN;
+    return group() * CHUNK + (warp * STEPS + step()) * STEP + t * RUN;
   }
   static DEVICE int column(int k, int run) { return k + run * 4 * RUN; }
   static DEVICE const Word<T>* words(const Product& p) { return static_cast<const Word<T>*>(p.x); }
