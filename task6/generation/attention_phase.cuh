@@ -53,14 +53,14 @@ DEVICE void load_keys(const Model& m, const int* lengths, int layer, Shared<X_RO
 }
 
 // 16 bytes of each half of a head of the newest token, with RoPE unless it is of v.
-template <bool TAGGED, typename T, int D>
+template <typename T, int D>
 struct Halves {
   static constexpr int VECTOR = 16 / sizeof(T), EACH = D / 2 / VECTOR;  // of a half
   Vector16<T> left, right;
 
   // head: of q, then k, then v; i: which 16 bytes.
   DEVICE Halves(const Model& m, int b, int head, int i, int position, unsigned tag) {
-    using From = Values<T, VECTOR, TAGGED>;
+    using From = Values<T, VECTOR>;
     const bool rotated = m.cos && head < m.heads + m.kv_heads;
     float cos[VECTOR] = {}, sin[VECTOR] = {};
     if (rotated) {  // they do not wait for it
@@ -92,9 +92,9 @@ struct Halves {
 };
 
 // The newest token comes to shared memory, once for all warps: words do not stay in L1.
-template <bool TAGGED, typename T, int D>
+template <typename T, int D>
 DEVICE void load_newest(const Model& m, const Item<T, D>& item, Newest<T, D>& newest, unsigned tag) {
-  using Two = Halves<TAGGED, T, D>;
+  using Two = Halves<T, D>;
   const int heads = item.heads + (item.has_newest() ? 2 : 0);
   for (int n = threadIdx.x; n < heads * Two::EACH; n += COMPUTE) {
     const int head = n / Two::EACH, which = head - item.heads;
@@ -113,9 +113,9 @@ DEVICE T* newest_place(const Model& m, int layer, const Item<T, D>& item, bool i
 }
 
 // The newest keys and values into a layer's caches where several sets read them, by one warp, after all have done so.
-template <bool TAGGED, typename T, int D>
+template <typename T, int D>
 DEVICE void append_later(const Model& m, const int* lengths, int layer, unsigned tag) {
-  using Two = Halves<TAGGED, T, D>;
+  using Two = Halves<T, D>;
   static_assert(2 * Two::EACH <= 32);
   const int n = int(threadIdx.x) - (COMPUTE - 32);
   if (n < 0 || n >= 2 * Two::EACH) return;
@@ -185,7 +185,7 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
   for (int i = blockIdx.x; i < m.items(); i += gridDim.x) {
     if (i != blockIdx.x) item = Item<T, D>(m, mem.lengths, i);
     if (item.split >= item.splits) continue;
-    load_newest<WORDS>(m, item, mem.parts.newest, tag_read);
+    load_newest(m, item, mem.parts.newest, tag_read);
     meet();
     Attention attention(mem.parts.newest, item.heads, m.scale * 1.44269504f);  // log2(e)
 #pragma unroll 1

@@ -77,22 +77,20 @@ DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage)
           return mem.inboxes.sum(i, which == DOWN, row, column, sum);
         },
         [&](int row, int column, T value) {
-          if (which < HEAD) return leave<WORDS>(p.out, row * p.out_stride + column, value, grid.tag_written());
+          const int64_t i = row * p.out_stride + column;
+          if (which == QKV) return leave<true>(p.out, i, value, grid.tag_written());
+          if (which < HEAD) return leave<WORDS>(p.out, i, value, grid.tag_written());
           put(p, row, column, value);
           const unsigned long long rank = rank_of(to_float(value), m.rank * p.N + column);
           if (rank > peek(&mem.best[row])) atomicMax(&mem.best[row], rank);
         });
     if (which == HEAD) break;
-    grid.come(!WORDS);
+    grid.come(!WORDS && which != QKV);
     // Since q, k and v were left, attention and o have been, and this phase.
-    if (which == UP && m.sets > 1) append_later<WORDS, T, D>(m, mem.lengths, i, grid.tag_read() - 3);
+    if (which == UP && m.sets > 1) append_later<T, D>(m, mem.lengths, i, grid.tag_read() - 3);
     if (which > QKV) continue;
     const Item<T, D> item(m, mem.lengths, min(int(blockIdx.x), m.items() - 1));
-    if (WORDS) {  // are looked for at once: a block needs those of a few others only
-      grid.look_at_the_clock();
-    } else {
-      grid.wait_for_all(ordered);
-    }
+    grid.look_at_the_clock();  // q, k and v are looked for at once: a block needs those of a few others only
     attend<T>(m, i, item, mem, stage, grid.tag_read(), grid.tag_written());
     grid.come(ordered);
   }

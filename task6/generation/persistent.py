@@ -199,16 +199,15 @@ class PersistentStep:
         } | {"k_caches": k_cache, "v_caches": v_cache}
         self._behind |= {f"inbox_{rank}": inbox for rank, inbox in enumerate(inboxes)}
 
-        def buffer(columns: int) -> Tensor:
-            """Of results: of one row each has a tag beside it, and no place has one that is written to it first."""
-            tags = () if rows > 1 else (2,)
-            return torch.zeros(rows, columns, *tags, **place)
+        def buffer(columns: int, tagged: bool = rows == 1) -> Tensor:
+            """Of results: some have a tag beside each, and no place has one that is written to it first."""
+            return torch.zeros(rows, columns, *(2,) * tagged, **place)
 
         self.arguments = dict(
             layers=torch.tensor(addresses, device=lengths.device), maps=maps, layer_count=len(model.layers),
             embedding=model.embedding, positions=model.positions, norm=model.norm, head=model.head,
             head_sums=model.head_sums, head_bias=model.head_bias, cos=model.cos, sin=model.sin,
-            x=buffer(hidden), qkv=buffer(first["qkv"].shape[0]), o=buffer(model.heads * head_dim),
+            x=buffer(hidden), qkv=buffer(first["qkv"].shape[0], tagged=True), o=buffer(model.heads * head_dim),
             inner=buffer(wide), logits=logits,
             partial=torch.zeros(pairs * splits * shared_by * (head_dim + 2), 2, device=lengths.device),
             best=torch.zeros(rows, dtype=torch.int64, device=lengths.device),
