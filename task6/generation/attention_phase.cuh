@@ -35,11 +35,11 @@ struct Item {
 template <typename T, int X_ROWS, int D>
 DEVICE void load_keys(const Model& m, const int* lengths, int layer, Shared<X_ROWS>& mem, Stage& stage) {
   static_assert(2 * TILE<T, D> <= STAGE_BYTES);
-  stage.in_flight = IN_FLIGHT * (STAGE_BYTES / (2 * TILE<T, D>));
+  constexpr int in_flight = IN_FLIGHT * (STAGE_BYTES / (2 * TILE<T, D>));
   for (int i = blockIdx.x; i < m.items(); i += gridDim.x) {
     const Item<T, D> item(m, lengths, i);
     for (int key = item.begin; key < item.end; key += KEYS<T, D>) {
-      wait_until_free(mem, stage);
+      wait_until_free(mem, stage, in_flight);
       uint64_t* full = &mem.full[stage.index];
       uint8_t* to = stage.at(mem.stages);
       mbarrier_arrive_expect(full, 2 * TILE<T, D>);
@@ -49,7 +49,6 @@ DEVICE void load_keys(const Model& m, const int* lengths, int layer, Shared<X_RO
       stage.next();
     }
   }
-  stage.in_flight = IN_FLIGHT;
 }
 
 // 16 bytes of each half of a head of the newest token, with RoPE unless it is of v.

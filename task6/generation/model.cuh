@@ -7,8 +7,8 @@
 #include "stream.cuh"
 #include "words.cuh"
 
-constexpr int IN_FLIGHT = 2;                // stages
-constexpr int AHEAD = 6;                    // stages in L2: half of it, of all blocks
+constexpr int IN_FLIGHT = 2;  // stages, before their phase: x and the counters would queue behind more
+constexpr int IN_L2 = 6;      // stages: half of it, of all blocks
 // Whether x, qkv, o and inner are words with tags.
 template <int X_ROWS>
 constexpr bool TAGGED = X_ROWS == 1;

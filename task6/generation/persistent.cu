@@ -26,15 +26,6 @@
 #include "grid.cuh"
 #include "model.cuh"
 
-// What others update atomically, at some time or other.
-DEVICE unsigned long long peek(const unsigned long long* at) {
-#ifdef __CUDACC__
-  return *static_cast<const volatile unsigned long long*>(at);
-#else
-  return __atomic_load_n(at, __ATOMIC_RELAXED);
-#endif
-}
-
 // ---- The phases that are no products
 
 // A block has those columns of x that it adds o and down to: it reads them again itself.
@@ -71,6 +62,7 @@ DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage)
     const Product p = m.product(mem.layers[i], i, which, mem.own[which], grid.tag_read());
     Share<T, X_ROWS, Math, MOST_UNITS, X_PIECES<X_ROWS>, WORDS> share(p, mem.ring, mem.x, stage);
     grid.wait_for_all(ordered);
+    if (threadIdx.x == 0) poke(&mem.ring.phase, grid.phases);
     share.compute(
         [&](int row, int column, float sum) {
           if (m.gpus == 1 || (which != O && which != DOWN)) return sum;
@@ -132,12 +124,13 @@ DEVICE void prefetch_beside(const Product& p) {
 
 template <typename T, int X_ROWS, int D>
 DEVICE void load_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage) {
+  int phase = 1;
   for (int i = 0, which = QKV;; which < DOWN ? ++which : (++i, which = i < m.layer_count ? QKV : HEAD)) {
     const Product p = m.product(mem.layers[i], i, which, mem.own[which]);
     if (which != HEAD) tma_prefetch(p.map + 1);  // the next product's
     prefetch_beside<T>(p);
-    load_weights<T>(p, mem.ring, stage, {AHEAD, m.pace});
-    if (which == QKV) load_keys<T, X_ROWS, D>(m, mem.lengths, i, mem.ring, stage);
+    load_weights<T>(p, mem.ring, stage, {phase++, IN_FLIGHT, IN_L2, m.pace});
+    if (which == QKV) load_keys<T, X_ROWS, D>(m, mem.lengths, i, mem.ring, stage), ++phase;
     if (which == HEAD) break;
   }
 }
@@ -161,7 +154,7 @@ __global__ void __launch_bounds__(THREADS, 1) step_kernel(const __grid_constant_
   }
   if (threadIdx.x == COMPUTE) tma_prefetch(&m.k_map), tma_prefetch(&m.v_map);
   start(mem.ring, SLOTS<T, X_ROWS, D>);
-  Stage stage = {SLOTS<T, X_ROWS, D>, STAGE_BYTES, IN_FLIGHT};
+  Stage stage = {SLOTS<T, X_ROWS, D>, STAGE_BYTES};
   if (__shfl_sync(~0u, threadIdx.x / 32, 0) < WARPS) {
     compute_step<T, X_ROWS, D, Math>(m, mem, stage);
   } else if (threadIdx.x == COMPUTE) {

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(THREADS, X_ROWS <= 8 ? 2 : 1) product_kernel(c
   Product p = launch;
   p.own = own_units(p.units, p.together()), p.map = &launch.of_w;
   start(mem.ring, launch.stages);
-  Stage stage = {launch.stages, launch.bytes, launch.stages};
+  Stage stage = {launch.stages, launch.bytes};
   if (__shfl_sync(~0u, threadIdx.x / 32, 0) >= WARPS) {
     if (threadIdx.x == COMPUTE) load_weights<T>(p, mem.ring, stage);  // of this launch: the one before may still run
   } else {

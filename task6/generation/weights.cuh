@@ -63,6 +63,7 @@ inline cudaError_t make_weights_map(CUtensorMap* map, const void* w, int64_t str
 template <int X_ROWS>
 struct Shared {
   uint64_t full[MOST_STAGES], empty[MOST_STAGES];
+  int phase;  // that the block's warps are at, of a kernel with several
   // Of the warps: a pass's sums, while the pass before is finished.
   using Sums = float[WARPS][X_ROWS][MOST_UNITS * UNIT + 1];
   Sums sums[2];
@@ -73,7 +74,6 @@ struct Shared {
 // Where a warp is in the ring of stages.
 struct Stage {
   int stages, bytes;  // how many; of one
-  int in_flight;      // so many are on their way at a time: x and the counters would queue behind more
   int index = 0, parity = 0;
 
   DEVICE uint8_t* at(uint8_t* first) const { return first + index * bytes; }
@@ -81,6 +81,24 @@ struct Stage {
     if (++index == stages) index = 0, parity ^= 1;
   }
 };
+
+// What others change at some time or other.
+template <typename T>
+DEVICE T peek(const T* at) {
+#ifdef __CUDACC__
+  return *static_cast<const volatile T*>(at);
+#else
+  return __atomic_load_n(at, __ATOMIC_RELAXED);
+#endif
+}
+template <typename T>
+DEVICE void poke(T* at, T value) {
+#ifdef __CUDACC__
+  *static_cast<volatile T*>(at) = value;
+#else
+  __atomic_store_n(at, value, __ATOMIC_RELAXED);
+#endif
+}
 
 #ifdef __CUDACC__
 // As mbarrier_wait, but for a limited time: whether the phase is over.
@@ -123,20 +141,21 @@ DEVICE void load_box_once(void* to, const CUtensorMap* map, uint64_t* barrier, i
 
 // What was asked for `in_flight` stages ago has come.
 template <int X_ROWS>
-DEVICE void wait_for_earlier(Shared<X_ROWS>& mem, const Stage& stage) {
-  const int before = stage.index - stage.in_flight, i = before < 0 ? before + stage.stages : before;
+DEVICE void wait_for_earlier(Shared<X_ROWS>& mem, const Stage& stage, int in_flight) {
+  const int before = stage.index - in_flight, i = before < 0 ? before + stage.stages : before;
   mbarrier_wait(&mem.full[i], before < 0 ? stage.parity ^ 1 : stage.parity);
 }
 // The stage may be loaded.
 template <int X_ROWS>
-DEVICE void wait_until_free(Shared<X_ROWS>& mem, const Stage& stage) {
-  wait_for_earlier(mem, stage);
+DEVICE void wait_until_free(Shared<X_ROWS>& mem, const Stage& stage, int in_flight) {
+  wait_for_earlier(mem, stage, in_flight);
   mbarrier_wait(&mem.empty[stage.index], stage.parity ^ 1);
 }
 
 template <int X_ROWS>
 DEVICE void start(Shared<X_ROWS>& mem, int stages) {
   if (threadIdx.x == 0) {
+    mem.phase = 0;
     for (int i = 0; i < stages; ++i) mbarrier_init(&mem.full[i], 1), mbarrier_init(&mem.empty[i], WARPS);
     mbarrier_init_fence();
   }
@@ -169,28 +188,33 @@ struct Boxes {
   }
 };
 
-// What L2 may have of a product before there is room for it in the ring.
+// What may be asked for of a product before its phase.
 struct Ahead {
-  int stages = 0;
-  int pace = 0;  // cycles in which the memory delivers a stage of all blocks
+  int phase = 0;      // the product's
+  int in_flight = 0;  // stages that are on their way at a time
+  int in_L2 = 0;      // stages that there is no room for in the ring yet
+  int pace = 0;       // cycles in which the memory delivers a stage of all blocks
 };
 
-// One thread. While the ring is full, the memory is idle: stages are brought to L2 at its pace, and as many more while
-// those come from L2 to the ring.
+// One thread. Blocks do not get their weights at the same time, and those that have theirs go on to the next phase's.
+// These wait: all blocks wait for the last one. Within a phase the whole ring may be on its way.
+//
+// While the ring is full, the memory is idle: stages are brought to L2 at its pace, and as many more while those come
+// from L2 to the ring.
 template <typename T, int X_ROWS>
 DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage, Ahead most = {}) {
   Boxes boxes(p, BYTES / sizeof(T)), later = boxes;  // later: what L2 is asked for next
   int ahead = 0;    // stages, from the one to the other
   int64_t due = 0;  // cycles, when the memory may be asked again
   const auto fetch_ahead = [&] {
-    if (ahead >= most.stages || !later.any() || cycles() < due) return;
+    if (ahead >= most.in_L2 || !later.any() || cycles() < due) return;
     later.of_stage([&](int, int row, int part) { tma_prefetch_box(p.map, row, part, 0, 0); });
     later.next(), ++ahead, due = cycles() + most.pace;
   };
   for (; boxes.any(); boxes.next()) {
-    wait_for_earlier(mem, stage);
+    wait_for_earlier(mem, stage, peek(&mem.phase) < most.phase ? most.in_flight : stage.stages);
     const int parity = stage.parity ^ 1;
-    if (most.stages > 0) {
+    if (most.in_L2 > 0) {
       while (!mbarrier_try_wait(&mem.empty[stage.index], parity)) fetch_ahead();
     }
     mbarrier_wait(&mem.empty[stage.index], parity);
@@ -199,7 +223,7 @@ DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage, Ah
     uint8_t* to = stage.at(mem.stages);
     boxes.of_stage([&](int i, int row, int part) { load_box_once(to + i * BOX, p.map, full, row, part); });
     stage.next();
-    if (most.stages == 0) continue;
+    if (most.in_L2 == 0) continue;
     if (ahead > 0) {
       --ahead;
       fetch_ahead();
