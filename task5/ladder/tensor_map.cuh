@@ -8,8 +8,8 @@
 
 #include "tensor.cuh"
 
-// sizes, box: in values, the first those of 128 bytes in each. pitches: of the other four dimensions, in bytes. L2 fetches what a box
-// has and no more: with a promotion to 256 bytes, what is read once comes 10 % slower.
+// sizes, box: in values, the first 128 bytes in each. pitches: of the other four dimensions, in bytes. L2 fetches what
+// a box has and no more: with a promotion to 256 bytes, what is read once comes 10 % slower.
 template <typename T>
 inline cudaError_t make_box_map(CUtensorMap* map, const void* data, const cuuint64_t (&sizes)[5],
                                 const cuuint64_t (&pitches)[4], const cuuint32_t (&box)[5]) {

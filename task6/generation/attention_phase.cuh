@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include "grid.cuh"
 #include "model.cuh"
 
 template <typename T, int D>
@@ -33,13 +34,13 @@ struct Item {
 
 // One thread.
 template <typename T, int X_ROWS, int D>
-DEVICE void load_keys(const Model& m, const int* lengths, int layer, Shared<X_ROWS>& mem, Stage& stage) {
+DEVICE void load_keys(const Model& m, const int* lengths, int layer, int phase, Shared<X_ROWS>& mem, Stage& stage) {
   static_assert(2 * TILE<T, D> <= STAGE_BYTES);
-  constexpr int in_flight = IN_FLIGHT * (STAGE_BYTES / (2 * TILE<T, D>));
+  constexpr int of_later_ones = IN_FLIGHT * (STAGE_BYTES / (2 * TILE<T, D>));
   for (int i = blockIdx.x; i < m.items(); i += gridDim.x) {
     const Item<T, D> item(m, lengths, i);
     for (int key = item.begin; key < item.end; key += KEYS<T, D>) {
-      wait_until_free(mem, stage, in_flight);
+      wait_until_free(mem, stage, in_flight(mem, stage, phase, of_later_ones));
       uint64_t* full = &mem.full[stage.index];
       uint8_t* to = stage.at(mem.stages);
       mbarrier_arrive_expect(full, 2 * TILE<T, D>);
@@ -173,10 +174,9 @@ DEVICE void merge(const Model& m, const Item<T, D>& item, unsigned tag) {
   }
 }
 
-// tag_read: of q, k and v; tag_written: of o, and of the parts of those items that are merged, of any number of rows.
 template <typename T, int X_ROWS, int D>
 DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS, D>& mem, Stage& stage,
-                   unsigned tag_read, unsigned tag_written) {
+                   const Grid& grid) {
   constexpr bool WORDS = TAGGED<X_ROWS>;
   constexpr int VECTORS = Newest<T, D>::VECTORS;
   using Attention = AttentionOf<T, D>;
@@ -184,8 +184,9 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
   for (int i = blockIdx.x; i < m.items(); i += gridDim.x) {
     if (i != blockIdx.x) item = Item<T, D>(m, mem.lengths, i);
     if (item.split >= item.splits) continue;
-    load_newest(m, item, mem.parts.newest, tag_read);
+    load_newest(m, item, mem.parts.newest, grid.tag_read());
     meet();
+    if (threadIdx.x == 0) poke(&mem.ring.phase, grid.phases);
     Attention attention(mem.parts.newest, item.heads, m.scale * 1.44269504f);  // log2(e)
 #pragma unroll 1
     for (int first = item.begin; first < item.end; first += KEYS<T, D>) {
@@ -217,11 +218,12 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
       }
       if (item.splits == 1) {
         leave<WORDS>(m.o, (int64_t(item.b) * m.heads + item.head) * D + n, from_float<T>(all.O[0] / all.l),
-                     tag_written);
+                     grid.tag_written());
       } else {
         const int64_t slot = int64_t(i) * m.shared_by + h;
-        put_word(&m.partial[slot * D + column], all.O[0], tag_written);
-        if (column < 2) put_word(m.partial_ml<D>() + 2 * slot + column, column == 0 ? all.m : all.l, tag_written);
+        put_word(&m.partial[slot * D + column], all.O[0], grid.tag_written());
+        if (column < 2)
+          put_word(m.partial_ml<D>() + 2 * slot + column, column == 0 ? all.m : all.l, grid.tag_written());
       }
     }
     meet();  // the warps' parts consumed
@@ -232,6 +234,6 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
       if (mem.last && layer == m.layer_count - 1) *counter = 0;  // for the next step
     }
     meet();
-    if (mem.last) merge<WORDS>(m, item, tag_written);
+    if (mem.last) merge<WORDS>(m, item, grid.tag_written());
   }
 }

@@ -9,7 +9,7 @@
 
 constexpr int IN_FLIGHT = 2;  // stages, before their phase: x and the counters would queue behind more
 constexpr int IN_L2 = 6;      // stages: half of it, of all blocks
-// Whether x, qkv, o and inner are words with tags.
+// Whether x, o and inner are words with tags; qkv is.
 template <int X_ROWS>
 constexpr bool TAGGED = X_ROWS == 1;
 // Of x in shared memory. Of one row there are no more, or six stages would not fit.

@@ -5,7 +5,7 @@
 //
 // The thread that loads has the weights of all layers brought to shared memory, one matrix after the other, and never
 // waits for a result; where there is no room, it has the next ones brought to L2. The others take the step's phases
-// in turn, and meet all other blocks after each, but with one row not after q, k and v:
+// in turn, and meet all other blocks after each, but not after q, k and v:
 //
 //   embedding | norm, q k v | RoPE, append, attention | o, residual | norm, gate and up | down, residual | ... | logits
 //
@@ -13,8 +13,9 @@
 // keys of a kv head, and the last block of a kv head to come merges their parts.
 //
 // What blocks leave for each other has to be visible when it is read. For a meeting that would be a fence in each,
-// which takes longer while weights stream. Of one row all results are words with tags instead (words.cuh), and a
-// meeting says when to look. Of more rows words would be twice as many bytes, for all blocks to read.
+// which takes longer while weights stream. q, k and v are words with tags instead (words.cuh), of which a block needs
+// those of a few others. Of one row all results are, and a meeting says when to look. Of more rows they would be twice
+// as many bytes, for all blocks to read.
 //
 // Several GPUs have heads and columns of the MLP each. o and down are sums over all of them then: each GPU sends its
 // part of a value to the others as soon as it has it, and adds theirs.
@@ -83,7 +84,7 @@ DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage)
     if (which > QKV) continue;
     const Item<T, D> item(m, mem.lengths, min(int(blockIdx.x), m.items() - 1));
     grid.look_at_the_clock();  // q, k and v are looked for at once: a block needs those of a few others only
-    attend<T>(m, i, item, mem, stage, grid.tag_read(), grid.tag_written());
+    attend<T>(m, i, item, mem, stage, grid);
     grid.come(ordered);
   }
   meet();  // the block's best are known
@@ -130,7 +131,7 @@ DEVICE void load_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage) {
     if (which != HEAD) tma_prefetch(p.map + 1);  // the next product's
     prefetch_beside<T>(p);
     load_weights<T>(p, mem.ring, stage, {phase++, IN_FLIGHT, IN_L2, m.pace});
-    if (which == QKV) load_keys<T, X_ROWS, D>(m, mem.lengths, i, mem.ring, stage), ++phase;
+    if (which == QKV) load_keys<T, X_ROWS, D>(m, mem.lengths, i, phase++, mem.ring, stage);
     if (which == HEAD) break;
   }
 }
@@ -218,27 +219,27 @@ static __global__ void keep_map(const __grid_constant__ CUtensorMap map, CUtenso
 extern "C" cudaError_t map_weights(View w, void* map, int dtype, cudaStream_t stream) {
   return with_dtype(dtype, [&](auto zero) {
     CUtensorMap made;
-    if (cudaError_t error =
-            make_weights_map<decltype(zero)>(&made, w.data, w.strides[0], w.sizes[0], w.sizes[1]))
+    if (cudaError_t error = make_weights_map<decltype(zero)>(&made, w.data, w.strides[0], w.sizes[0], w.sizes[1]))
       return error;
     keep_map<<<1, 32, 0, stream>>>(made, static_cast<CUtensorMap*>(map));
     return cudaGetLastError();
   });
 }
 
-// layers: (layers, 8) addresses in the order of Layer; maps: (4 layers + 1, 128) bytes, by map_weights(); k_cache, v_cache: the first layer's (batch, max_seq, kv_heads,
-// head_dim), and the next layer's layer_stride sequences behind it; blocks: no more than fit at once, one on each SM;
-// inboxes: the addresses of all GPUs' inboxes, as this one sees them, or null for one GPU; bytes_per_cycle: of the
-// memory, in cycles of the SMs.
-extern "C" cudaError_t step(const void* layers, const void* maps, int layer_count, View embedding, const void* positions,
-                            const void* norm, View head, const void* head_sums, const void* head_bias, const float* cos,
-                            const float* sin, View x, View qkv, View o, View inner, void* logits, void* partial,
-                            void* best, int* counters, int* lengths, int64_t* tokens, int64_t* clocks,
-                            View k_cache, View v_cache, int layer_stride, const void* inboxes, int rank, int gpus,
-                            int heads, int activation, int splits, float eps, float scale,
-                            float bytes_per_cycle, int blocks, int dtype, cudaStream_t stream) {
+// layers: (layers, 8) addresses in the order of Layer; maps: (4 layers + 1, 128) bytes, by map_weights(); k_cache,
+// v_cache: the first layer's (batch, max_seq, kv_heads, head_dim), and the next layer's layer_stride sequences behind
+// it; blocks: no more than fit at once, one on each SM; inboxes: the addresses of all GPUs' inboxes, as this one sees
+// them, or null for one GPU; bytes_per_cycle: of the memory, in cycles of the SMs.
+extern "C" cudaError_t step(const void* layers, const void* maps, int layer_count, View embedding,
+                            const void* positions, const void* norm, View head, const void* head_sums,
+                            const void* head_bias, const float* cos, const float* sin, View x, View qkv, View o,
+                            View inner, void* logits, void* partial, void* best, int* counters, int* lengths,
+                            int64_t* tokens, int64_t* clocks, View k_cache, View v_cache, int layer_stride,
+                            const void* inboxes, int rank, int gpus, int heads, int activation, int splits, float eps,
+                            float scale, float bytes_per_cycle, int blocks, int dtype, cudaStream_t stream) {
   Model m = {};
-  m.layers = static_cast<const Layer*>(layers), m.maps = static_cast<const CUtensorMap*>(maps), m.layer_count = layer_count;
+  m.layers = static_cast<const Layer*>(layers), m.layer_count = layer_count;
+  m.maps = static_cast<const CUtensorMap*>(maps);
   m.embedding = embedding.data, m.positions = positions, m.norm = norm;
   m.head_sums = head_sums, m.head_bias = head_bias, m.cos = cos, m.sin = sin;
   m.x = x.data, m.qkv = qkv.data, m.o = o.data, m.inner = inner.data, m.logits = logits;

@@ -35,9 +35,9 @@ class StepModel:
     """What a step reads.
 
     Attributes:
-        layers: tensors by the names of MATRICES and LAYER; what a model does not have is missing. Matrices are ``(N, K)``,
-            and with SwiGLU ``up`` has the rows of gate, then those of up. ``*_sums`` make a norm a layer norm, as in
-            :func:`task6.generation.product.product`.
+        layers: tensors by the names of MATRICES and LAYER; what a model does not have is missing. Matrices are
+            ``(N, K)``, and with SwiGLU ``up`` has the rows of gate, then those of up. ``*_sums`` make a norm a layer
+            norm, as in :func:`task6.generation.product.product`.
         k_cache, v_cache: ``(layers, batch, max_seq, kv_heads, head_dim)``, each layer's part contiguous.
         embedding: ``(vocab, hidden)``.
         norm, head: ``(hidden,)`` and ``(vocab, hidden)``; head_sums, head_bias: ``(vocab,)``, or None.

@@ -1,5 +1,5 @@
-// Sums of products of a stage of weights and x. A warp has 128 bytes of each row's piece, in each step half of them, and
-// its lane 4 g + t in each step the 16 bytes from 16 t on, of one row of each unit.
+// Sums of products of a stage of weights and x. A warp has 128 bytes of each row's piece, in each step half of them,
+// and its lane 4 g + t in each step the 16 bytes from 16 t on, of one row of each unit.
 #pragma once
 #include <cuda_runtime.h>
 

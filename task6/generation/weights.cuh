@@ -139,6 +139,13 @@ DEVICE void load_box_once(void* to, const CUtensorMap* map, uint64_t* barrier, i
 #endif
 }
 
+// Blocks do not get what they need at the same time, and those that have theirs go on to the next phase's. That waits:
+// so few stages of a later phase may be on their way at a time, but the whole ring of the warps' own, for all blocks
+// wait for the last one.
+template <int X_ROWS>
+DEVICE int in_flight(const Shared<X_ROWS>& mem, const Stage& stage, int phase, int of_later_ones) {
+  return peek(&mem.phase) < phase ? of_later_ones : stage.stages;
+}
 // What was asked for `in_flight` stages ago has come.
 template <int X_ROWS>
 DEVICE void wait_for_earlier(Shared<X_ROWS>& mem, const Stage& stage, int in_flight) {
@@ -174,7 +181,7 @@ struct Boxes {
   DEVICE void next() {
     if ((piece += p.pieces) >= pieces) piece = 0, unit += p.per_stage;
   }
-  // use(box, row, part) of the stage's boxes: first of all units the first piece, then the next one. How many there are.
+  // use(box, row, part) of the stage's boxes: of all units the first piece, then the next one. How many there are.
   template <typename Use>
   DEVICE int of_stage(Use use) const {
     const int units = min(p.per_stage, p.own.last - unit), each = min(p.pieces, pieces - piece);
@@ -196,11 +203,8 @@ struct Ahead {
   int pace = 0;       // cycles in which the memory delivers a stage of all blocks
 };
 
-// One thread. Blocks do not get their weights at the same time, and those that have theirs go on to the next phase's.
-// These wait: all blocks wait for the last one. Within a phase the whole ring may be on its way.
-//
-// While the ring is full, the memory is idle: stages are brought to L2 at its pace, and as many more while those come
-// from L2 to the ring.
+// One thread. While the ring is full, the memory is idle: stages are brought to L2 at its pace, and as many more while
+// those come from L2 to the ring.
 template <typename T, int X_ROWS>
 DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage, Ahead most = {}) {
   Boxes boxes(p, BYTES / sizeof(T)), later = boxes;  // later: what L2 is asked for next
@@ -212,7 +216,7 @@ DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage, Ah
     later.next(), ++ahead, due = cycles() + most.pace;
   };
   for (; boxes.any(); boxes.next()) {
-    wait_for_earlier(mem, stage, peek(&mem.phase) < most.phase ? most.in_flight : stage.stages);
+    wait_for_earlier(mem, stage, in_flight(mem, stage, most.phase, most.in_flight));
     const int parity = stage.parity ^ 1;
     if (most.in_L2 > 0) {
       while (!mbarrier_try_wait(&mem.empty[stage.index], parity)) fetch_ahead();
