@@ -158,21 +158,22 @@ def test_what_does_not_fit_is_not_allocated(monkeypatch):
         Weights.random(SMALL)
 
 
+@pytest.mark.parametrize("begin, n", [(48, 600), (50, 600), (48, 257)], ids=["16 bytes", "", "odd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_norm_and_swiglu(dtype):
-    x, delta = torch.randn(2, 5, 700, device=DEVICE).to(dtype).unbind()
-    weight = torch.randn(600, device=DEVICE).to(dtype)
-    x, delta = x[:, 50:650], delta[:, :600]  # rows with a stride
+def test_norm_and_swiglu(dtype, begin, n):
+    x, delta = torch.randn(2, 5, 720, device=DEVICE).to(dtype).unbind()
+    weight = torch.randn(n, device=DEVICE).to(dtype)
+    x, delta = x[:, begin : begin + n], delta[:, :n]  # rows with a stride
     total = x + delta
-    out = torch.full((5, 600), torch.nan, device=DEVICE, dtype=dtype)
+    out = torch.full((5, n), torch.nan, device=DEVICE, dtype=dtype)
     add_rms_norm(x, delta, weight, out, 1e-5)
     assert torch.equal(x, total)
-    truth = torch.nn.functional.rms_norm(total.double(), (600,), weight.double(), 1e-5)
+    truth = torch.nn.functional.rms_norm(total.double(), (n,), weight.double(), 1e-5)
     torch.testing.assert_close(out.double(), truth, atol=1e-6, rtol=torch.finfo(dtype).eps * 2)
     add_rms_norm(x, None, weight, out, 1e-5)
     torch.testing.assert_close(out.double(), truth, atol=1e-6, rtol=torch.finfo(dtype).eps * 2)
-    both = torch.randn(3, 514, device=DEVICE).to(dtype)
-    out = torch.full((3, 257), torch.nan, device=DEVICE, dtype=dtype)
+    both = torch.randn(3, 2 * n + 104, device=DEVICE).to(dtype)[:, begin : begin + 2 * n]
+    out = torch.full((3, n), torch.nan, device=DEVICE, dtype=dtype)
     swiglu(both, out)
     gate, up = both.double().chunk(2, 1)
     truth = torch.nn.functional.silu(gate) * up
