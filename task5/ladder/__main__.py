@@ -42,7 +42,9 @@ PREFILL_SOURCES = (
     "task4/ladder/*.cuh",
     "task4/ladder/rungs.py",
 )
-TESTS = tuple(FOLDER / f"test{part}.py" for part in ("", "_plan", "_append", "_chunk"))
+TESTS = tuple(
+    FOLDER / f"test{part}.py" for part in ("", "_by_length", "_plan", "_append", "_chunk")
+)
 ROOM_ON_CPU = 96  # keys, for --steps
 
 console = Console(

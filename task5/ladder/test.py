@@ -2,7 +2,6 @@
 
 import math
 import random
-from functools import partialmethod
 from types import SimpleNamespace
 
 import pytest
@@ -113,20 +112,6 @@ class Case:
             pool[table.flatten()] = padded.view(-1, size, *t.shape[2:])
             pools.append(pool)
         return *pools, table.to(device=DEVICE, dtype=torch.int32)
-
-
-class Uneven(Case):
-    """A few long sequences among short ones."""
-
-    WINDOWS = (None, None, None, 1000)
-
-    def choose(self, r, head_dims):
-        self.batch, self.kv_heads = r.choice(((2, 2), (3, 3), (5, 2), (33, 1), (70, 1), (128, 1)))
-        self.heads, self.q_len = self.kv_heads * r.choice((1, 2, 4, 5)), r.choice((1, 1, 2, 5))
-        self.head_dim, self.room = r.choice(head_dims if self.batch < 10 else (64,)), 1500
-        self.lengths = [r.randint(0, 40) for _ in range(self.batch)]
-        for b in r.sample(range(self.batch), r.randint(1, 1 + self.batch // 16)):
-            self.lengths[b] = r.randint(self.room // 2, self.room)
 
 
 def case_for(rung, seed):
@@ -331,46 +316,6 @@ def test_pages_of_a_share_of_several_pairs(monkeypatch, rung):
         got = decode_attention(q, *pools, block_table=table, **given)
         assert torch.equal(got, decode_attention(q, k, v, **given)), seed
     plan.plan.cache_clear()
-
-
-@of_gpus_hopper
-@pytest.mark.parametrize("part", range(4))
-def test_long_sequences_among_short_ones(monkeypatch, part):
-    """As on a GPU that holds few clusters at once, so that some take several items."""
-    query, workspace, scratch = plan.Call.query, call.workspace, []
-
-    def watched(device, floats, counters):
-        scratch.append(
-            (torch.full((floats,), math.nan, device=device), workspace(device, 1, counters)[1])
-        )
-        return scratch[-1]
-
-    def few(self, most, rung, name, **arguments):
-        found = query(self, rung, name, **arguments)
-        return min(found, most) if name == "clusters_at_once" else found
-
-    monkeypatch.setattr(call, "workspace", watched)
-    cut, several = 0, 0
-    for seed in random.Random(new_seed() + part).sample(range(10**9), CASES // 4):
-        case = Uneven(seed)
-        pairs = case.batch * case.kv_heads
-        most = case.rng.choice((pairs // 2, pairs, 1000))
-
-        monkeypatch.setattr(plan.Call, "query", partialmethod(few, most))
-        plan.plan.cache_clear()
-        scratch.clear()
-        case.check(case.run(rung=BY_LENGTH, paged=case.rng.random() < 0.3))
-        whole = case.run(rung=BY_LENGTH, batch_invariant=True)
-        some = case.rng.sample(range(case.batch), case.rng.randint(1, case.batch))
-        again = case.run(some, rung=BY_LENGTH, batch_invariant=True)
-        assert torch.equal(again, whole[some])
-        assert not any(counters.any() for _, counters in scratch)
-        of_one = bool(scratch[0][0].isfinite().any())
-        cut += of_one
-        several += of_one and most <= pairs
-        assert torch.equal(case.run(rung=4, batch_invariant=True), whole)
-    plan.plan.cache_clear()
-    assert cut and several
 
 
 @of_gpus_hopper
@@ -668,13 +613,6 @@ def test_eight_warps_are_for_head_dims_up_to_128(rung):
     q = torch.zeros(1, 1, 2, 256, device=DEVICE)
     with pytest.raises(ValueError, match=f"rung {rung} is for head_dim up to 128; got 256"):
         decode_attention(q, q, q, rung=rung)
-
-
-@of_gpus_hopper
-def test_rung_8_is_for_up_to_128_sequences():
-    q = torch.zeros(129, 1, 1, 64, device=DEVICE)
-    with pytest.raises(ValueError, match="rung 8 is for up to 128 sequences; got 129"):
-        decode_attention(q, q, q, rung=8)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
