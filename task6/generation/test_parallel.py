@@ -100,7 +100,7 @@ def test_a_step_in_one_launch_of_several(port, world, dtype, check):
     if DEVICE == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"{world} GPUs share the model")
     seed, device = new_seed(), torch.device(DEVICE)
-    config = Config(2, 136, 6, 6, 64, 8 * 6 * 5, 600)
+    config = Config(2, 192, 6, 6, 64, 64 * 6, 600)
     case = config, dtype, 3, 80
     decoder = Decoder(random_weights(case, seed, device), 3, 80, persistent=True)
     prompt, steps = torch.randint(600, (3, 70)), []
