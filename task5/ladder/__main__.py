@@ -43,7 +43,8 @@ PREFILL_SOURCES = (
     "task4/ladder/rungs.py",
 )
 TESTS = tuple(
-    FOLDER / f"test{part}.py" for part in ("", "_by_length", "_plan", "_append", "_chunk")
+    FOLDER / f"test{part}.py"
+    for part in ("", "_by_length", "_launches", "_bad_input", "_plan", "_append", "_chunk")
 )
 ROOM_ON_CPU = 96  # keys, for --steps
 
