@@ -2,6 +2,7 @@
 #pragma once
 #include "../../task4/ladder/hopper.cuh"
 #include "decode.cuh"
+#include "tensor_map.cuh"
 
 constexpr int MOST_BLOCKS = 16;  // of a cluster: a power of two
 constexpr int ALONE = 64;  // blocks that share a sequence by itself: a batch-invariant call has a part for each
@@ -41,18 +42,6 @@ DEVICE int first_part(const Arguments& c, int bits, int share) {
   return ((share << bits) + (1 << shares) - 1) >> shares;
 }
 DEVICE int first_tile(const Sequence& s, int bits, int part) { return int64_t(s.tiles) * part >> bits; }
-
-// tma_load_box() of what is read once: L2 drops it first.
-DEVICE void load_box_once(void* tile, const CUtensorMap* map, uint64_t* barrier, int c1, int c2, int c3, int c4) {
-#ifdef __CUDACC__
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(tile)),
-      "l"(map), "r"(shared_address(barrier)), "r"(0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(EVICT_FIRST) : "memory");
-#else
-  tma_load_box(tile, map, barrier, c1, c2, c3, c4);
-#endif
-}
 
 template <int D, int N>
 struct Shared {

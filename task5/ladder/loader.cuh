@@ -99,8 +99,9 @@ struct Loader {
   int keys;                  // that some row sees
   SharedAddress to;          // where, in the first stage, this lane's piece of the warp's first row goes
   // With pages, each lane has the place of a group, in pieces from k_head and v_head on, NOWHERE on no page: together
-  // those of HELD tiles, of which `used` are behind this warp. And of as many tiles behind them the number of a page:
+  // those of HELD tiles, of which `used` have been asked for. And of as many tiles behind them the number of a page:
   // its group is of tile_of_lane.
+  unsigned k_place[GROUPS], v_place[GROUPS];  // of the tile behind the next one
   int used, tile_of_lane, leaf_of_lane, next_number;
   bool found_next;  // next_number is of these; or of none, where no tile is so far behind
   unsigned k_of_lane, v_of_lane;
@@ -128,7 +129,7 @@ struct Loader {
       for (int i = 0; i < AHEAD; ++i) {
         if (i > 0) {
           const int before = walk.tile;
-          walk.template advance<Sharing::TREE>(), ++used;
+          walk.template advance<Sharing::TREE>();
           next.any = next.any && walk.tile < walk.end;
           go_further(a, walk.tile - before), find_here(next);
         }
@@ -146,8 +147,14 @@ struct Loader {
       // They may have been found with a segment that begins among the first tiles.
       if (Sharing::SEVERAL_SEGMENTS && found_next) return;
       found_next = true;
-      const bool any = Sharing::TREE || walk.tile + ((HELD - used) << walk.step_bits) < walk.end;
-      if (next.any && any) skip(tile_of_lane, leaf_of_lane, HELD), next_number = number(page_of(a));
+      const bool any = Sharing::TREE || walk.tile + ((HELD + 1 - used) << walk.step_bits) < walk.end;
+      if (next.any && any) {
+        skip(tile_of_lane, leaf_of_lane, HELD);
+        // This is behind the wait, so a plain load will do. ptxas has a loop with one that goes past L1 begin with
+        // YIELD, as if it polled. That takes 45 cycles.
+        const int page = page_of(a);
+        next_number = page < 0 ? -1 : table[page];
+      }
     }
   }
 
@@ -261,8 +268,8 @@ struct Loader {
         next.v[n] = v_head + walk.b * a.v_strides.batch + key * a.v_strides.row;
       }
     }
-    if constexpr (PAGED) locate(a, number);
-    find();
+    if constexpr (PAGED) locate(a, number), ask(a);
+    find(a);
   }
   // In 32 bits, as far as what is added up from it is below NOWHERE, or nothing.
   static DEVICE unsigned pieces(int64_t stride) { return unsigned(uint64_t(stride) / PIECE); }
@@ -273,7 +280,7 @@ struct Loader {
     k_of_lane = inside ? number * pieces(a.k_strides.batch) + row * pieces(a.k_strides.row) : NOWHERE;
     v_of_lane = inside ? number * pieces(a.v_strides.batch) + row * pieces(a.v_strides.row) : NOWHERE;
   }
-  DEVICE void find() {
+  DEVICE void find(const Decode& a) {
     next.missing = 0;
 #pragma unroll
     for (int n = 0; n < GROUPS; ++n) {
@@ -281,12 +288,27 @@ struct Loader {
       const int end = ceil_div(min(max(keys - next.place[n], 0), ROWS), AT_ONCE);
       next.seen[n] = ((1u << end) - 1) & (~0u << begin);
       if constexpr (PAGED) {
-        const int lane = used * GROUPS + n;
-        const unsigned from = __shfl_sync(~0u, k_of_lane, lane);
-        next.k[n] = k_head + uint64_t(from) * PIECE;
-        next.v[n] = v_head + uint64_t(__shfl_sync(~0u, v_of_lane, lane)) * PIECE;
-        if (from == NOWHERE) next.seen[n] = 0, next.missing |= 1u << n;
+        next.k[n] = k_head + uint64_t(k_place[n]) * PIECE;
+        next.v[n] = v_head + uint64_t(v_place[n]) * PIECE;
+        if (k_place[n] == NOWHERE) next.seen[n] = 0, next.missing |= 1u << n;
       }
+    }
+    ask(a);
+  }
+  // For the place of the tile that is found next. Shuffles wait until the copies ahead of them have begun, so nothing
+  // uses what they give before more copies have.
+  DEVICE void ask(const Decode& a) {
+    if constexpr (PAGED) {
+      if (used == HELD) {
+        used = 0, found_next = false;
+        locate(a, next_number), find_next_pages(a);
+      }
+#pragma unroll
+      for (int n = 0; n < GROUPS; ++n) {
+        const int lane = used * GROUPS + n;
+        k_place[n] = __shfl_sync(~0u, k_of_lane, lane), v_place[n] = __shfl_sync(~0u, v_of_lane, lane);
+      }
+      ++used;
     }
   }
   DEVICE void go_further(const Decode& a, int tiles) {
@@ -296,16 +318,12 @@ struct Loader {
       next.place[n] += step;
       if constexpr (!PAGED) next.k[n] += step * a.k_strides.row, next.v[n] += step * a.v_strides.row;
     }
-    find();
+    find(a);
   }
   DEVICE void move_on(const Decode& a) {
     const int before = walk.tile;
     walk.template advance<Sharing::TREE>();
     if (walk.tile < walk.end) {
-      if (PAGED && ++used == HELD) {
-        used = 0, found_next = false;
-        locate(a, next_number), find_next_pages(a);
-      }
       go_further(a, walk.tile - before);
     } else if (Sharing::SEVERAL_SEGMENTS && walk.more()) {
       walk.next_segment(a);

@@ -35,9 +35,7 @@ LONG_BYTES, LONG_BYTES_COMPUTE_BOUND = 400e6, 100e6
 TILES_OF_A_LEAF = 64  # with fewer, a half or a quarter of the leaves are used
 MOST_LEAVES = 128
 MOST_SEQUENCES = 128  # whose lengths a warp of rung 8 holds
-UNEVEN_BYTES = (
-    400e6  # of room for K and V, from which lengths decide: below, that costs more than 1 %
-)
+UNEVEN_BYTES = 400e6  # of room for K and V, from which lengths decide: below, that costs over 1 %
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see fastest()
 # Keys of all kv heads, head_dim 128 or twice as many of 64: where all SMs begin to be faster than every other one,
 # where they stop to be, and where they are again. See _fastest_of_few_pairs().
@@ -139,7 +137,8 @@ def _fastest_of_equal_lengths(
         return Choice(IN_STEP, promised)
     if call.rows > ROWS:
         rung = _fastest_of_many_rows(call, heads, kv_len, batch_invariant)
-        return Choice(rung, promised and rung != KEYS_AS_ROWS)
+        early = rung != KEYS_AS_ROWS and 2 * heads * kv_len * call.head_dim // 128 < MEDIUM_KEYS
+        return Choice(rung, promised and early)
     if call.head_dim == 256:  # no two blocks fit on an SM
         return Choice(4 if batch_invariant or heads <= sms else 1)
     if heads > sms:
@@ -175,7 +174,9 @@ def _fastest_of_few_pairs(
     if _fill_every_other_sm(call, heads):
         if keys <= FEW_KEYS:
             return Choice(4, promised, every_other_sm=True)
-        enough = MEDIUM_KEYS if many or not page_size else 3 * MEDIUM_KEYS // 4
+        # With pages, blocks of clusters of 16 find what they load too late.
+        large = page_size and MOST_BLOCKS * heads <= call.sms
+        enough = 3 * MEDIUM_KEYS // 4 if large else MEDIUM_KEYS
         # There all SMs have more blocks, unless a batch-invariant call has no more leaves.
         more = (MOST_BLOCKS // 2 if batch_invariant else MOST_BLOCKS) * heads > call.sms // 2
         if promised and keys < enough and more:

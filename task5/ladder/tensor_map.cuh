@@ -1,4 +1,5 @@
-// Tensor maps of five dimensions in boxes of 128-byte rows, swizzled, as task 4's make_tensor_map(). Hopper and later.
+// Tensor maps of five dimensions in boxes of 128-byte rows, swizzled, as task 4's make_tensor_map(), and loads of
+// boxes. Hopper and later.
 #pragma once
 #include <cuda.h>
 #include <cuda_fp16.h>
@@ -6,6 +7,7 @@
 
 #include <type_traits>
 
+#include "../../task4/ladder/hopper.cuh"
 #include "tensor.cuh"
 
 // sizes, box: in values, the first 128 bytes in each. pitches: of the other four dimensions, in bytes. L2 fetches what
@@ -44,4 +46,16 @@ inline cudaError_t make_rows_map(CUtensorMap* map, const View& x, int rows, int 
   const cuuint64_t pitches[4] = {pitch_of<T>(x.strides[1], x.sizes[1]), 128, pitch_of<T>(x.strides[2], x.sizes[2]),
                                  pitch_of<T>(x.strides[0], x.sizes[0])};
   return make_box_map<T>(map, x.data, sizes, pitches, {WIDTH, cuuint32_t(rows), cuuint32_t(columns / WIDTH), 1, 1});
+}
+
+// tma_load_box() of what is read once: L2 drops it first, not what others read again.
+DEVICE void load_box_once(void* tile, const CUtensorMap* map, uint64_t* barrier, int c1, int c2, int c3, int c4) {
+#ifdef __CUDACC__
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(tile)),
+      "l"(map), "r"(shared_address(barrier)), "r"(0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(EVICT_FIRST) : "memory");
+#else
+  tma_load_box(tile, map, barrier, c1, c2, c3, c4);
+#endif
 }

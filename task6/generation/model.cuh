@@ -68,7 +68,7 @@ struct Model {
     return partial + int64_t(items()) * shared_by * D;
   }
   DEVICE Units own(int which) const {
-    return own_units(shapes[which].units, which == UP && activation == SWIGLU ? 2 : 1);
+    return own_units(shapes[which].units, units_together(which == UP ? activation : NONE));
   }
   // The `which` of layer i, and the logits behind all layers.
   DEVICE const CUtensorMap* map(int i, int which) const { return maps + HEAD * i + which % HEAD; }

@@ -11,7 +11,7 @@ from common.build import Kernels, dtype_code, touching
 from common.inputs import describe, expect
 from task5.ladder.call import is_hopper, sms_of
 from task6.generation.parallel import Group
-from task6.generation.product import ACTIVATIONS
+from task6.generation.product import ACTIVATIONS, LINE
 
 MAX_ROWS = 8
 MAX_LAYERS = 80
@@ -19,7 +19,6 @@ HEAD_DIMS = (64, 128)
 MOST_HEADS = 4  # of a group, that share a read of its keys
 FEWEST_KEYS = 32  # of a block
 MOST_GPUS = 8
-ROW = 128  # bytes, of which a matrix's rows are a multiple
 TENSOR_MAP = 128  # bytes
 PACE = 0.6  # of the memory's peak, at which L2 is filled ahead: at all of it steps of an H200 take up to 1.4 x the time
 COUNTERS = (
@@ -97,8 +96,8 @@ def why_not(model: StepModel, lengths: Tensor, group: Group | None = None) -> st
     for t in [t for t in tensors if t is not None]:
         if not t.is_contiguous() or (t.dtype, t.device) != (model.embedding.dtype, device):
             return "a persistent step takes contiguous tensors of one dtype and device"
-        if t.data_ptr() % 16 or (t.dim() > 1 and t.shape[-1] * t.element_size() % ROW):
-            return f"tensors must begin at multiples of 16 bytes, their rows of {ROW}; got {describe(t)}"
+        if t.data_ptr() % 16 or (t.dim() > 1 and t.shape[-1] * t.element_size() % LINE):
+            return f"tensors must begin at multiples of 16 bytes, their rows of {LINE}; got {describe(t)}"
     if k_cache.stride() != v_cache.stride() or k_cache.stride(0) % k_cache.stride(1):
         return (
             "layers of k_cache and v_cache must be whole sequences apart, as far in both; got strides"

@@ -14,6 +14,7 @@ TILE = 16  # rows of w
 ACTIVATIONS = (None, "swiglu", "gelu")
 ON_CPU = 3  # blocks where there is no GPU
 BLOCKS_PER_SM = 2
+LINE = 128  # bytes of memory: TMA loads rows of w that are whole lines
 _KERNELS = Kernels(__file__, "product.cu")
 _STREAMED = Kernels(__file__, "streamed_product.cu")  # of GPUs, for Hopper
 
@@ -86,7 +87,7 @@ def product(
                 )
     expect_loadable(x=x, w=w, norm=norm)
     tiles = -(-N // TILE)
-    whole_lines = K * x.element_size() % 128 == 0
+    whole_lines = K * x.element_size() % LINE == 0
     (_STREAMED if is_hopper(x.device) and whole_lines else _KERNELS).launch(
         "product", x=x, w=w, norm=norm, row_sums=row_sums, bias=bias, residual=x if residual is None else residual,
         has_residual=int(residual is not None), out=out, activation=ACTIVATIONS.index(activation), eps=eps,

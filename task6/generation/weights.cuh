@@ -24,6 +24,8 @@ constexpr int STAGE_BYTES = MOST_UNITS * BOX;  // of fewer rows a stage has more
 struct Units {
   int first, last;
 };
+// With SwiGLU units are gate's and up's in turn: two of them belong together.
+__host__ DEVICE int units_together(int activation) { return activation == SWIGLU ? 2 : 1; }
 // Each block's are neighbours, at most one more than another one's, or as many as belong together.
 DEVICE Units own_units(int units, int together) {
   const int block = blockIdx.x, blocks = gridDim.x, groups = units / together;
@@ -36,8 +38,7 @@ struct Product : Arguments {
   Units own;                     // the block's
   unsigned tag;                  // of x, where it has tags
 
-  // With SwiGLU units are gate's and up's in turn: two of them belong together.
-  __host__ __device__ int together() const { return activation == SWIGLU ? 2 : 1; }
+  __host__ __device__ int together() const { return units_together(activation); }
   __host__ __device__ int rows_of_w() const { return N / together(); }  // of gate, and of up
   DEVICE int column(int unit, int r) const { return UNIT * (unit / together()) + r; }  // of out
   DEVICE int first_row(int unit) const { return column(unit, 0) + unit % together() * rows_of_w(); }
@@ -126,19 +127,6 @@ DEVICE bool mbarrier_try_wait(uint64_t* barrier, int parity) {
 DEVICE int64_t cycles() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 #endif
 
-// tma_load_box() of what nobody reads again before much else has come: x, results and counters stay in L2.
-DEVICE void load_box_once(void* to, const CUtensorMap* map, uint64_t* barrier, int row, int part) {
-#ifdef __CUDACC__
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%3, %4, %5, %3, %3}], [%2], %6;" ::"r"(shared_address(to)),
-      "l"(map), "r"(shared_address(barrier)), "r"(0), "r"(row), "r"(part), "l"(EVICT_FIRST)
-      : "memory");
-#else
-  tma_load_box(to, map, barrier, row, part, 0, 0);
-#endif
-}
-
 // Blocks do not get what they need at the same time, and those that have theirs go on to the next phase's. That waits:
 // so few stages of a later phase may be on their way at a time, but the whole ring of the warps' own, for all blocks
 // wait for the last one.
@@ -225,7 +213,7 @@ DEVICE void load_weights(const Product& p, Shared<X_ROWS>& mem, Stage& stage, Ah
     uint64_t* full = &mem.full[stage.index];
     mbarrier_arrive_expect(full, boxes.count() * BOX);
     uint8_t* to = stage.at(mem.stages);
-    boxes.of_stage([&](int i, int row, int part) { load_box_once(to + i * BOX, p.map, full, row, part); });
+    boxes.of_stage([&](int i, int row, int part) { load_box_once(to + i * BOX, p.map, full, row, part, 0, 0); });
     stage.next();
     if (most.in_L2 == 0) continue;
     if (ahead > 0) {
