@@ -160,7 +160,8 @@ HALF, AHEAD = {"every_other_sm": True}, {"ahead": True}
         (768, 1024, {"head_dim": 64}, KEYS_AS_ROWS, AHEAD),
         (1536, 1024, {"head_dim": 64}, EIGHT_WARPS, AHEAD),
         (768, 2048, {"head_dim": 64}, IN_STEP, AHEAD),
-        (8, 4096, {"rows": 32}, EIGHT_WARPS, AHEAD),  # as two pairs each
+        (8, 4096, {"rows": 32}, EIGHT_WARPS, {}),  # as two pairs each
+        (4, 4096, {"rows": 32}, EIGHT_WARPS, AHEAD),
         (8, 1024, {"rows": 32}, 4, AHEAD),
         (1, 32768, {"rows": 32}, KEYS_AS_ROWS, {}),  # clusters for two pairs leave SMs idle
         (67, 4096, {"rows": 32}, KEYS_AS_ROWS, {}),  # one read for all rows
@@ -198,6 +199,7 @@ def test_the_rungs_of_pages(h200):
 
     assert [how(1, 65536, n).rung for n in (256, 64, 48)] == [KEYS_AS_ROWS] * 2 + [EIGHT_WARPS]
     assert how(8, 4096, 64) == Choice(4, every_other_sm=True)
+    assert how(16, 2048, 64) == Choice(4, ahead=True)
     assert how(32, 1024, 64) == Choice(EIGHT_WARPS, ahead=True)
     assert how(500, 4096, 64, head_dim=64).rung == KEYS_AS_ROWS
 
