@@ -23,7 +23,8 @@
 
 #define DEVICE __device__ __forceinline__
 
-// A rung has said: WARPS of a block; KV_BYTES of shared memory for K and V, or two tiles where these take more.
+// A rung has said: WARPS of a block; KV_BYTES of shared memory for K and V, twice as many with head_dim 256, or two
+// tiles where these take more.
 constexpr int THREADS = 32 * WARPS, WARP_BITS = WARPS == 4 ? 2 : 3;
 static_assert(1 << WARP_BITS == WARPS);
 constexpr float LOG2_E = 1.44269504f;

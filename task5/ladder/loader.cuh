@@ -52,7 +52,9 @@ template <typename Math, typename Sharing>
 struct Shared {
   using T = typename Math::T;
   static constexpr int STAGE = 2 * WARPS * Math::KEYS * Math::D * sizeof(T);  // a tile of each warp: keys and values
-  static constexpr int STAGES = KV_BYTES / STAGE > 2 ? KV_BYTES / STAGE : 2;
+  // With head_dim 256 blocks are alone on an SM anyway.
+  static constexpr int BYTES = Math::D == 256 ? 2 * KV_BYTES : KV_BYTES;
+  static constexpr int STAGES = BYTES / STAGE > 2 ? BYTES / STAGE : 2;
   float m[WARPS][Math::ROWS], l[WARPS][Math::ROWS];  // the warps' parts
   alignas(16) typename Sharing::template Buffer<Math::ROWS, Math::D> buffer;
   alignas(128) T Q[Math::ROWS][Math::D];
@@ -81,6 +83,10 @@ struct Loader {
   // eight warps is alone on its SM, and loads the first tile before it finds the next.
   static constexpr bool FINDS_AHEAD = PAGED && !Sharing::SEVERAL_SEGMENTS && WARPS == 4;
   static constexpr int AHEAD = Shared<Math, Sharing>::STAGES - 1;
+  // Warps that share a scheduler and compute much with each tile take least time with few instructions in the loop over
+  // tiles: a tile is one group of copies, and new places are found outside of the loop. Others take less time if keys
+  // do not wait for values.
+  static constexpr bool SHORT_LOOP = PAGED && WARPS == 8 && Math::ROWS == 16 && sizeof(T) == 2;
 
   // Where a tile is: this lane's piece of each group's first row, that row's place among the keys that are seen by some
   // row of q, and which of the lane's rows are.
@@ -185,6 +191,14 @@ struct Loader {
       }
     }
   }
+  // With pages: finds the places of the next tiles, if none are left; and of how many there are.
+  DEVICE void find_places(const Decode& a) {
+    if (used == HELD) {
+      used = 0, found_next = false;
+      locate(a, next_number), find_next_pages(a);
+    }
+  }
+  DEVICE int places_left() const { return HELD - used; }
   // Whether there is nothing to load any more.
   DEVICE bool done() const { return !next.any; }
   // Starts copying the next tile, if there is one, to stage `stage`.
@@ -299,10 +313,7 @@ struct Loader {
   // uses what they give before more copies have.
   DEVICE void ask(const Decode& a) {
     if constexpr (PAGED) {
-      if (used == HELD) {
-        used = 0, found_next = false;
-        locate(a, next_number), find_next_pages(a);
-      }
+      if (!SHORT_LOOP) find_places(a);
 #pragma unroll
       for (int n = 0; n < GROUPS; ++n) {
         const int lane = used * GROUPS + n;
@@ -334,34 +345,39 @@ struct Loader {
       next.any = false;
     }
   }
-  // Zeros for what no row sees. Keys and values are a group of copies each, in any case.
+  // Zeros for what no row sees.
   DEVICE void copy_tile(const Decode& a, const Tile& tile, int stage) {
     if (tile.any) {
       if (PAGED && (missing | tile.missing))
         missing = (missing & ~(ALL << GROUPS * stage)) | tile.missing << GROUPS * stage;
-#pragma unroll
-      for (int n = 0; n < GROUPS; ++n) copy(2 * stage, n, tile.k[n], a.k_strides.row, tile.seen[n]);
+      copy<true, SHORT_LOOP>(a, tile, stage);
     }
     cp_async_commit();
-    if (tile.any) {
-#pragma unroll
-      for (int n = 0; n < GROUPS; ++n) copy(2 * stage + 1, n, tile.v[n], a.v_strides.row, tile.seen[n]);
+    if constexpr (!SHORT_LOOP) {
+      if (tile.any) copy<false, true>(a, tile, stage);
+      cp_async_commit();
     }
-    cp_async_commit();
   }
-  // To a half of a stage: keys, or values. Where nothing is copied the address is not read.
-  DEVICE void copy(int half, int group, const T* from, int64_t stride, unsigned rows) const {
-    int seen = int(rows);
-    compute_here(seen);  // or ptxas has each of its bits in a register of its own, ahead of the first copy
-    constexpr int ROW = Math::D * sizeof(T);  // bytes
-    const SharedAddress start = to + (half * WARPS * Math::KEYS + group * ROWS) * ROW;
+  // Keys, values, or both. Where nothing is copied the address is not read.
+  template <bool OF_K, bool OF_V>
+  DEVICE void copy(const Decode& a, const Tile& tile, int stage) const {
+    constexpr int ROW = Math::D * sizeof(T), VALUES = WARPS * Math::KEYS * ROW;  // bytes: of a row, from keys to values
 #pragma unroll
-    for (int i = 0; i < OF_LANE; ++i) {
-      const int row = i * AT_ONCE, swizzle = (Math::offset(row, 0) - row * Math::D) * int(sizeof(T));
+    for (int n = 0; n < GROUPS; ++n) {
+      int seen = int(tile.seen[n]);
+      compute_here(seen);  // or ptxas has each of its bits in a register of its own, ahead of the first copy
+      const SharedAddress start = to + 2 * stage * VALUES + n * ROWS * ROW;
 #pragma unroll
-      for (int piece = 0; piece < PIECES; piece += LANES)
-        copy_once((start ^ swizzle) + row * ROW + piece * 16, from + row * stride + piece * PIECE, seen & 1u << i,
-                  policy);
+      for (int i = 0; i < OF_LANE; ++i) {
+        const int row = i * AT_ONCE, swizzle = (Math::offset(row, 0) - row * Math::D) * int(sizeof(T));
+#pragma unroll
+        for (int piece = 0; piece < PIECES; piece += LANES) {
+          const SharedAddress place = (start ^ swizzle) + row * ROW + piece * 16;
+          const unsigned inside = seen & 1u << i;
+          if (OF_K) copy_once(place, tile.k[n] + row * a.k_strides.row + piece * PIECE, inside, policy);
+          if (OF_V) copy_once(place + VALUES, tile.v[n] + row * a.v_strides.row + piece * PIECE, inside, policy);
+        }
+      }
     }
   }
 };

@@ -97,8 +97,10 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
   constexpr int D = Math::D, ROWS = Math::ROWS, KEYS = Math::KEYS, STAGES = Memory::STAGES;
   using Load = Loader<Math, Sharing, PAGED>;
   // Whether a warp loads a tile before it computes with one, not while it does. With pages that is faster where warps
-  // have a scheduler to themselves; without, by 3 % with head_dim 128, but slower by as much with 64.
+  // have a scheduler to themselves; without, by 3 % with head_dim 128, but slower by up to 4 % with 64.
   constexpr bool LOADS_FIRST = PAGED && WARPS == 4 && !Sharing::SEVERAL_SEGMENTS;
+  // Groups of copies: of a tile, and of the tiles that are on their way when one is waited for.
+  constexpr int COPY_GROUPS = Load::SHORT_LOOP ? 1 : 2, STARTED = COPY_GROUPS * (LOADS_FIRST ? STAGES : STAGES - 1);
   extern __shared__ __align__(128) uint4 shared[];
   Memory& mem = *reinterpret_cast<Memory*>(shared);
   const int warp = threadIdx.x / 32;
@@ -155,19 +157,19 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
     // The warp's tiles up to `end`, as one part.
     auto add_tiles = [&](int end) {
       math.start();
-      const int rounds = ceil_div(end, 1 << walk.step_bits);  // of the warp that has most tiles
+      // In step, of the warp that has most tiles.
+      const int rounds = ((IN_STEP ? end : end - walk.tile) + (1 << walk.step_bits) - 1) >> walk.step_bits;
       // All rows see all of a tile that begins at one of these keys.
       int from = walk.s.begin + (a.window ? a.q_len - 1 : 0), to = walk.s.len - a.q_len + 1 - KEYS;
       compute_here(from), compute_here(to);
-#pragma unroll 1
-      for (int i = 0; IN_STEP ? i < rounds : walk.tile < end; ++i, walk.tile += 1 << walk.step_bits) {
+      const auto add_tile = [&] {
         if (LOADS_FIRST) {
           __syncwarp();  // the stage that is loaded now has been read
           loader.load(a, stage == 0 ? STAGES - 1 : stage - 1);
         }
-        cp_async_wait<2 * STAGES - (LOADS_FIRST ? 1 : 3)>();
+        cp_async_wait<STARTED - 1>();
         if (IN_STEP) __syncthreads();
-        if (IN_STEP && walk.tile >= end) continue;
+        if (IN_STEP && walk.tile >= end) return;
         __syncwarp();  // K_j complete, and the stage that is loaded now has been read
         const int key_0 = ((walk.s.first + walk.tile) << a.tile_bits) + Sharing::first_key(KEYS);
         const unsigned exists = loader.existing(stage);
@@ -177,10 +179,23 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
         if (!all_seen)
           math.mask({key_0, walk.s.begin, walk.s.len, a.q_len, a.window, walk.row_0 * ROWS, a.group, exists});
         math.softmax(scale);
-        cp_async_wait<2 * STAGES - 2>();
-        __syncwarp();  // V_j complete
+        if constexpr (COPY_GROUPS == 2) {
+          cp_async_wait<2 * STAGES - 2>();
+          __syncwarp();  // V_j complete
+        }
         math.add_values(mem.KV[stage][1][warp][0], mem.KV[stage][0][warp][0]);  // K_j has been read
         stage = stage == STAGES - 1 ? 0 : stage + 1;
+      };
+      if constexpr (Load::SHORT_LOOP) {
+#pragma unroll 1
+        for (int i = 0; i < rounds; loader.find_places(a)) {
+          const int stop = i + min(rounds - i, loader.places_left());
+#pragma unroll 1
+          for (; i < stop; ++i, walk.tile += 1 << walk.step_bits) add_tile();
+        }
+      } else {
+#pragma unroll 1
+        for (int i = 0; IN_STEP ? i < rounds : walk.tile < end; ++i, walk.tile += 1 << walk.step_bits) add_tile();
       }
       math.complete();
     };
@@ -193,18 +208,18 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
         const int leaves = walk.leaf_end - walk.leaf;  // 0, or a power of two
         // Subtrees whose right neighbour is not complete yet, of 1 << i leaves: small ones, which are many, in
         // registers.
-        constexpr int FIT = Math::STATES_FIT ? 2 : 0;
-        typename Math::State waiting[Sharing::LEVELS], of_one, of_two;
+        constexpr int FIT = Math::STATES_THAT_FIT;
+        typename Math::State waiting[Sharing::LEVELS], in_registers[FIT ? FIT : 1];
 #pragma unroll 1
         for (int i = 0; i < max(1, leaves); ++i) {
           if (i > 0) walk.tile = reversed(walk.leaf + i, walk.step_bits);
           add_tiles(walk.end);
           if (leaves <= 1) break;
-          if constexpr (FIT > 0) {
-            if ((i & 1) == 0) of_one = math;
-            if ((i & 1) == 1) math.merge_into(of_one);
-            if ((i & 3) == 1) of_two = math;
-            if ((i & 3) == 3) math.merge_into(of_two);
+#pragma unroll
+          for (int level = 0; level < FIT; ++level) {
+            const int half = 1 << level, of_subtree = i & (2 * half - 1);
+            if (of_subtree == half - 1) in_registers[level] = math;
+            if (of_subtree == 2 * half - 1) math.merge_into(in_registers[level]);
           }
           int level = FIT;
           if (((i + 1) & ((1 << FIT) - 1)) != 0 || leaves <= 1 << FIT || !Math::has_some_of(rows)) continue;
@@ -264,7 +279,7 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
 
 // Where states that wait are not in registers, merging takes longer, so it is done less often.
 template <typename Math>
-constexpr int leaf_tile_bits() { return Math::STATES_FIT ? 2 : 3; }
+constexpr int leaf_tile_bits() { return Math::STATES_THAT_FIT > 1 ? 2 : 3; }
 
 template <typename Math, typename Sharing, bool PAGED>
 static cudaError_t launch(Decode a, int blocks, cudaStream_t stream) {

@@ -140,7 +140,10 @@ def _fastest_of_equal_lengths(
         early = rung != KEYS_AS_ROWS and 2 * heads * kv_len * call.head_dim // 128 < MEDIUM_KEYS
         return Choice(rung, promised and early)
     if call.head_dim == 256:  # no two blocks fit on an SM
-        return Choice(4 if batch_invariant or heads <= sms else 1)
+        # Where clusters of four are on almost all SMs, four have to be free before the next one begins.
+        crowded = 9 * sms < 40 * heads <= 10 * sms
+        few_keys = heads * kv_len * call.head_dim // 128 <= MOST_KEYS
+        return Choice(4, promised and few_keys and not crowded)
     if heads > sms:
         rung = _fastest_of_many_pairs(call, heads, kv_len, batch_invariant, page_size)
         return Choice(rung, promised)
@@ -211,7 +214,7 @@ def _fastest_of_float32(
     call: Call, heads: int, kv_len: int, batch_invariant: bool, page_size: int | None
 ) -> int:
     if call.head_dim == 256:
-        return 4 if batch_invariant else 1
+        return 4
     if call.head_dim == 128 and _in_step(call, heads, kv_len, batch_invariant, page_size):
         return IN_STEP
     return EIGHT_WARPS if 8 * heads <= call.sms and kv_len >= LONG_CACHE else 4
@@ -247,7 +250,10 @@ def _fastest_of_many_pairs(
             return 3
         # With pages, or of few, a block of rung 5 that takes one pair after the other is the fastest.
         few = idle(2) <= idle(1) and heads <= 6 * call.sms
-        return KEYS_AS_ROWS if page_size or few else EIGHT_WARPS
+        if page_size or few:
+            return KEYS_AS_ROWS
+        one_wave = call.rows <= 8 and heads <= 3 * call.sms and idle(3) < 0.05
+        return 3 if one_wave else EIGHT_WARPS
     if batch_invariant and in_order:
         return IN_STEP
     if idle(2) <= idle(1):

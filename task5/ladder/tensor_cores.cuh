@@ -65,7 +65,7 @@ template <typename Element, int HEAD_DIM, int ROWS_>
 struct TensorCores : ColumnsOfProducts<ROWS_ / 8, HEAD_DIM> {
   using T = Element;
   static constexpr int D = HEAD_DIM, ROWS = ROWS_, R = ROWS / 8;
-  static constexpr bool STATES_FIT = R * D <= 128;  // some more of them in registers
+  static constexpr int STATES_THAT_FIT = R * D <= 128 ? 2 : int(R == 1);  // in registers, beside this one
   using State = ColumnsOfProducts<R, D>;
   using State::O_i, State::m_i, State::l_i;
   static constexpr int N = D == 64 && R <= 2 ? 2 : 1, KEYS = 16 * N;  // of a tile, by one warp
