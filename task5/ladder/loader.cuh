@@ -13,6 +13,14 @@ using SharedAddress = uint32_t;
 DEVICE SharedAddress shared_address_of_lane(void* place) {
   return __shfl_sync(~0u, uint32_t(__cvta_generic_to_shared(place)), threadIdx.x % 32);
 }
+// The first stage, of which ptxas must not know either that all lanes have it: for sm_120 it would then do the same.
+DEVICE int first_stage() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return __shfl_sync(~0u, threadIdx.x % 32, threadIdx.x % 32) - threadIdx.x % 32;
+#else
+  return 0;
+#endif
+}
 // A copy of what is read once: L2 drops it first. Writes zeros and reads nothing where `inside` is 0.
 DEVICE void copy_once(SharedAddress to, const void* from, unsigned inside, uint64_t policy) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -43,6 +51,7 @@ DEVICE SharedAddress shared_address_of_lane(void* place) { return reinterpret_ca
 DEVICE void copy_once(SharedAddress to, const void* from, unsigned inside, uint64_t, CUDA_ON_CPU_CALLER) {
   cp_async<16>(reinterpret_cast<void*>(to), from, inside != 0, file, line);
 }
+DEVICE int first_stage() { return 0; }
 DEVICE uint64_t policy_once() { return 0; }
 template <typename X>
 DEVICE void compute_here(X&) {}

@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
     Math math;
     math.load_queries(mem.Q[0]);
     const float scale = a.scale * LOG2_E;
-    int stage = 0;
+    int stage = first_stage();
     // The warp's tiles up to `end`, as one part.
     auto add_tiles = [&](int end) {
       math.start();
