@@ -69,7 +69,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m task5.ladder",
         description="Build, check and time decode beside the libraries, and judge its bars. What a complete run on a"
-        " GPU finds (no shape named, all checks passed) is written to table.json, RESULTS.md and decode.png.",
+        " GPU finds (no shape named, all checks passed) is written to table.json, README.md, RESULTS.md and"
+        " decode.png.",
     )
     add, one_of = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     # fmt: off
@@ -85,7 +86,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
            " written on a GPU")
     one_of("--steps", type=int, metavar="N", help="instead of timing, decode N steps and compare each; on a GPU from"
            " CUDA graphs, and written")
-    one_of("--render", action="store_true", help="only write RESULTS.md and the picture from table.json")
+    one_of("--render", action="store_true", help="only write README.md, RESULTS.md and the picture from"
+           " table.json")
     add("--seed", type=seed_of, metavar="N", help="repeat the random inputs of an earlier run")
     add("--verbose", action="store_true", help="show the compiler's commands and each kernel's resources")
     # fmt: on
@@ -225,14 +227,14 @@ def _provenance(options: argparse.Namespace, sources: Sequence[str] = SOURCES) -
 
 
 def _render(record: Record) -> int:
-    """RESULTS.md and the picture, from the record."""
+    """README.md, RESULTS.md and the picture, from the record."""
     try:
         if record.times and any(shapes[0].key in record.times.shapes for shapes in CURVES.values()):
             plot.draw(record.times)
     except ModuleNotFoundError as error:
         console.print(plot.MISSING if error.name == "matplotlib" else str(error))
     table.write(record)
-    console.print("written: task5/ladder/RESULTS.md")
+    console.print("written: README.md and RESULTS.md of task5/ladder")
     return 0
 
 

@@ -1,14 +1,28 @@
-"""What was measured, as people read it: RESULTS.md between its markers, and the terminal's tables."""
+"""What was measured, as people read it: README.md and RESULTS.md between their markers, and the terminal's tables."""
 
 import re
 from collections.abc import Iterable
 
+import torch
+
+from common.build import dtype_code
 from common.marked import replace, write_atomically
 from common.record import describe_run, sources_hash
 from common.record.grid import Grid
 from task5.ladder.bars import best_peer
-from task5.ladder.benchmark import CURVES, INVARIANT, NO_PROMISE, OURS, PAGES, SHAPES, paged
+from task5.ladder.benchmark import (
+    BF16,
+    CURVES,
+    INVARIANT,
+    NO_PROMISE,
+    OURS,
+    PAGES,
+    SHAPES,
+    Shape,
+    paged,
+)
 from task5.ladder.peers import LABELS
+from task5.ladder.plan import Call, fastest
 from task5.ladder.record import Record, Run, Tables, Times
 from task5.ladder.rungs import FOLDER, RUNGS
 
@@ -19,10 +33,23 @@ NO_UNEVEN = ["Not measured yet: `python -m task5.ladder --uneven` on a GPU.", ""
 NO_PREFILL = ["Not measured yet: `python -m task5.ladder --prefill` on a GPU.", ""]
 NO_STEPS = ["Not measured yet: `python -m task5.ladder --steps 10000` on a GPU.", ""]
 TIMED = (*SHAPES, *(s for shapes in CURVES.values() for s in shapes if s not in SHAPES))
+# The columns of README.md's table: a short call, a medium one, and long ones of one sequence and of many.
+README_SHAPES = (
+    Shape(1, 32, 8, 1024),
+    Shape(8, 32, 8, 2048),
+    Shape(1, 32, 8, 131072),
+    Shape(16, 32, 8, 8192),
+)
+# Of its table of choices: kv heads of all sequences, and keys of each.
+PAIRS, KEYS = (
+    (1, 2, 8, 16, 32, 64, 128, 256, 512),
+    tuple(2**n for n in (9, 10, 11, 12, 13, 14, 16, 17)),
+)
+H200 = Call(torch.device("cuda"), dtype_code(BF16), head_dim=128, rows=4, sms=132, hopper=True)
 
 
-def rendered(record: Record) -> str:
-    """The text of RESULTS.md.
+def rendered(record: Record) -> dict[str, str]:
+    """The text of each file, by its name.
 
     Raises:
         MarkerError: a marker is missing.
@@ -32,13 +59,56 @@ def rendered(record: Record) -> str:
     parts["uneven"] = _tables(record.uneven) if record.uneven else NO_UNEVEN
     parts["prefill"] = _tables(record.prefill) if record.prefill else NO_PREFILL
     parts["steps"] = _tables(record.steps) if record.steps else NO_STEPS
-    text = (FOLDER / "RESULTS.md").read_text("utf-8")
-    return replace(text, "ladder", parts, file="task5/ladder/RESULTS.md")
+    readme = {"table": _overview(record.times) if record.times else NOT_YET}
+    readme["choices"] = _choices()
+    return {
+        name: replace((FOLDER / name).read_text("utf-8"), "ladder", own, file=f"task5/ladder/{name}")
+        for name, own in {"README.md": readme, "RESULTS.md": parts}.items()
+    }  # fmt: skip
 
 
 def write(record: Record) -> None:
-    """Fill in RESULTS.md."""
-    write_atomically(FOLDER / "RESULTS.md", rendered(record))
+    """Fill in both files."""
+    for name, text in rendered(record).items():
+        write_atomically(FOLDER / name, text)
+
+
+def _overview(times: Times) -> list[str]:
+    """A line per rung, for a call, and per library: microseconds, share of a pure read, ratio to the best library."""
+
+    def row(name: str, what: str, side: str) -> list[str]:
+        return [name, what, *(_figure(times, shape, side) for shape in README_SHAPES)]
+
+    titles = (
+        f"B {s.batch}, {s.heads}/{s.kv_heads} heads, {s.kv_len:,} keys" for s in README_SHAPES
+    )
+    grid = Grid("", ["rung", "what it does", *titles])
+    grid.rows += [row(f"[{r.label}]({r.file})", r.title, r.label) for r in RUNGS]
+    grid.rows.append(row("**a call**", "the rung that `plan.py` chooses, with `new_keys=1`", OURS))
+    grid.rows += [
+        row(f"*{x}*", "", x) for x in LABELS if any(times.find(s, x) for s in README_SHAPES)
+    ]
+    return [*grid.markdown(), bandwidth(times), "", *_run(times.run)]
+
+
+def _choices() -> list[str]:
+    """Which rung a call takes: ``4``, ``4 +`` if it loads keys ahead of the wait, ``4 ½`` on every other SM."""
+    grid = Grid("", ["kv heads", *(f"{keys:,} keys" for keys in KEYS)])
+    for pairs in PAIRS:
+        found = [fastest(H200, pairs, keys, promised=True) for keys in KEYS]
+        marks = (f"{c.rung}{' +' * c.ahead}{' ½' * c.every_other_sm}" for c in found)
+        grid.rows.append([str(pairs), *marks])
+    return grid.markdown()
+
+
+def _figure(times: Times, shape: Shape, side: str) -> str:
+    """``17.2 (89 %, 1.31 x)``."""
+    if not (own := times.microseconds(shape, side)):
+        return "-"
+    share = f"{100 * times.floor(shape) / own:.0f} %"
+    if side in LABELS or not (peer := best_peer(times, shape)):
+        return f"{_us(own)} ({share})"
+    return f"{_us(own)} ({share}, {times.microseconds(shape, peer) / own:.2f} x)"
 
 
 def grids(times: Times) -> list[Grid]:

@@ -37,10 +37,19 @@ def test_results_are_filled_in_between_the_markers_only(ladder):
     row = next(x for x in text.splitlines() if x.startswith(f"| {LARGE.key} | 123 "))
     assert "| 131 | 130 to 133 | 4,083 | 93% |" in row
     assert table.STALE not in text
+    readme = (ladder / "README.md").read_text()
+    assert readme.startswith("mine\n") and readme.endswith("\nmine\n")
+    assert f"| [{RUNGS[0].label}]({RUNGS[0].file}) | {RUNGS[0].title} | " in readme
+    call, library = (
+        next(x for x in readme.splitlines() if x.startswith(f"| {name} | "))
+        for name in ("**a call**", f"*{CUDNN}*")
+    )
+    assert call.endswith(" | 131 (93 %, 1.12 x) |") and library.endswith(" | 148 (83 %) |")
+    assert "| 8 | 4 + ½ | 4 + ½ |" in readme  # of a call's choices
     table.write(full)
     assert text == (ladder / "RESULTS.md").read_text()
     full.times.run["sources"]["sha256"] = "0"
-    assert table.STALE in table.rendered(full)
+    assert all(table.STALE in text for text in table.rendered(full).values())
     (ladder / "RESULTS.md").write_text("nothing")
     with pytest.raises(
         ValueError, match="RESULTS.md: the marker <!-- ladder: times --> is missing"
@@ -64,10 +73,10 @@ def test_the_committed_results_are_what_is_rendered_from_the_record():
     def lines(text):
         return [line for line in text.splitlines() if line not in (table.STALE, "")]
 
-    committed = (FOLDER / "RESULTS.md").read_text("utf-8")
-    assert lines(committed) == lines(table.rendered(record.load())), (
-        "task5/ladder/RESULTS.md is not as table.json has it: python -m task5.ladder --render"
-    )
+    for name, text in table.rendered(record.load()).items():
+        assert lines((FOLDER / name).read_text("utf-8")) == lines(text), (
+            f"task5/ladder/{name} is not as table.json has it: python -m task5.ladder --render"
+        )
 
 
 def test_the_picture(ladder):
