@@ -86,10 +86,11 @@ def _parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--bars", action="store_true",
         help="time the cases that have bars, then float32 products, whatever the options above, say which are met,"
-        " and write RESULTS.md and its picture; needs a GPU. With torchrun: the bar for several GPUs")
+        " and write GRAPHS.md, RESULTS.md and the picture; needs a GPU. With torchrun: the bar for several GPUs")
     group.add_argument("--tokens", type=int, metavar="N",
         help="generate so many tokens for each sequence, twice, and look for growth in memory")
-    group.add_argument("--render", action="store_true", help="only write RESULTS.md and the picture from table.json")
+    group.add_argument("--render", action="store_true", help="only write GRAPHS.md, RESULTS.md and the picture from"
+        " table.json")
     # fmt: on
     options = parser.parse_args(argv)
     if options.tokens is not None and options.tokens < 1:
@@ -271,14 +272,14 @@ def _print(found: Found, read_gb_per_s: float | None) -> None:
 
 
 def _render(record: Record) -> int:
-    """RESULTS.md and the picture, from the record."""
+    """GRAPHS.md, RESULTS.md and the picture, from the record."""
     try:
         if record.bars:
             plot.draw(record.bars)
     except ModuleNotFoundError as error:
         console.print(plot.MISSING if error.name == "matplotlib" else str(error))
     table.write(record)
-    console.print("written: task6/generation/RESULTS.md")
+    console.print("written: GRAPHS.md and RESULTS.md of task6/generation")
     return 0
 
 

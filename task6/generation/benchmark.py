@@ -91,7 +91,8 @@ class Found:
         world: processes that shared the model.
         read: bytes that a step has to read: weights, and keys and values at the middle of the new tokens.
         held: bytes of weights and cache.
-        allocated, reserved: the decoder's peak of PyTorch's GPU memory, prompt included; 0 on a CPU.
+        allocated, reserved: the decoder's peak of PyTorch's GPU memory, prompt included; 0 on a CPU. What was allocated
+            before is not in it, but what was reserved is: the decoder may use it again.
         clock: of the SMs while it generates, in MHz, where it is known.
         begins: the first tokens of the first sequence.
         parts: of a step.
@@ -175,12 +176,12 @@ def run(
     """
     device, group = device or device_of("cuda"), group or Group()
     cuda = device.type == "cuda"
-    before = (0, 0)
+    before = 0
     if cuda:
         gc.collect()  # of the case before
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        before = torch.cuda.memory_allocated()
     decoder, prompt = prepare(case, device, seed, group)
     tokens = generate(decoder, prompt, case.new_tokens)
     c, size = decoder.config, DTYPES[case.dtype].itemsize
@@ -189,8 +190,8 @@ def run(
     if cuda:
         found.clock = _clock()  # the steps are queued, and still run
         torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        found.allocated, found.reserved = (a - b for a, b in zip(peak, before, strict=True))
+        found.allocated = torch.cuda.max_memory_allocated() - before
+        found.reserved = torch.cuda.max_memory_reserved() - before
     found.begins = tokens[0, :12].tolist()
     sides = {OURS: decoder}
     for name, make in (peers or {}).items():

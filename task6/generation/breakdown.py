@@ -85,7 +85,8 @@ def breakdown(decoder: Decoder, prompt: Tensor) -> list[Part]:
 def phases(decoder: Decoder, prompt: Tensor, step_us: float) -> list[Part]:
     """The parts of a step in one launch after this prompt, as one of its blocks saw them.
 
-    A part ends when all blocks have met behind it.
+    A part ends when all blocks have met behind it; that of q, k and v, where they do not meet, when this block has left
+    its own, so that attention's includes the wait for the others'.
 
     Args:
         decoder: with a persistent step.

@@ -225,11 +225,11 @@ class PersistentStep:
             _KERNELS.launch("step", **self.arguments)
 
     def clocks(self) -> Tensor:
-        """Advance by one token, and say when: int64 ``(5 * layers + 3,)``, cycles of block 0's multiprocessor.
+        """Advance by one token, and say when: int64 ``(5 * layers + 3,)``, cycles of block 0's SM.
 
-        At the beginning; when all blocks had met after the embedding, and after each layer's q, k, v, attention, o,
-        and first and second product of the MLP; and when the block was done with the logits. On the CPU they are
-        nanoseconds.
+        At the beginning; when all blocks had met after the embedding, and after each layer's attention, o, and first
+        and second product of the MLP; when the block had left its q, k and v, behind which no blocks meet; and when it
+        was done with the logits. On the CPU they are nanoseconds.
         """
         layers, device = self.arguments["layer_count"], self.arguments["lengths"].device
         clocks = torch.zeros(5 * layers + 3, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""What was measured, as people read it: RESULTS.md between its markers, and the terminal's tables."""
+"""What was measured, as people read it: GRAPHS.md and RESULTS.md between their markers, and the terminal's tables."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,8 +8,9 @@ from common.record import describe_run, sources_hash
 from common.record.grid import Grid
 from common.timing import Timing
 from task6.generation import bars
-from task6.generation.benchmark import Found
+from task6.generation.benchmark import OURS, Found
 from task6.generation.breakdown import Part
+from task6.generation.peers import LLAMA, ONE_LAUNCH, READABLE
 from task6.generation.record import FOLDER, Record, Run, Times
 
 PICTURE = "step.png"
@@ -20,8 +21,8 @@ BARS, TOKENS = "python -m task6.generation --bars", "python -m task6.generation 
 SHARED = "torchrun --nproc-per-node 2 -m task6.generation --bars"
 
 
-def rendered(record: Record) -> str:
-    """The text of RESULTS.md.
+def rendered(record: Record) -> dict[str, str]:
+    """The text of each file, by its name.
 
     Raises:
         MarkerError: a marker is missing.
@@ -31,6 +32,7 @@ def rendered(record: Record) -> str:
     parts["shared"] = [NOT_YET.format(SHARED), ""]
     parts["tokens"] = [NOT_YET.format(TOKENS), ""]
     parts["graded"] = [NOT_YET.format(BARS), ""]
+    graphs = {"ways": [NOT_YET.format(BARS), ""], "parts": [NOT_YET.format(BARS), ""]}
     if times := record.bars:
         parts["bars"] = [bandwidth(times), "", *bars.grid(times).markdown(), *origin(times.run)]
         parts["times"] = joined(side_by_side(found, times.read_gb_per_s) for found in times.found)
@@ -38,6 +40,8 @@ def rendered(record: Record) -> str:
         picture = [f"![The parts of a step]({PICTURE})", ""] * (FOLDER / PICTURE).exists()
         grids = [make(f, times.read_gb_per_s) for f in times.found for make in (step_parts, phases)]
         parts["steps"] = picture + joined(grids)
+        graphs["ways"] = [*_ways(times), *origin(times.run)]
+        graphs["parts"] = joined(_both_ways(f, times.read_gb_per_s) for f in times.found)
     if record.shared:
         parts["shared"] = []
         for _, times in sorted(record.shared.items()):
@@ -48,13 +52,58 @@ def rendered(record: Record) -> str:
         parts["tokens"] = joined(record.tokens.grids) + origin(record.tokens.run)
     if record.graded:
         parts["graded"] = joined(record.graded.grids) + origin(record.graded.run, STALE_PRODUCTS)
-    text = (FOLDER / "RESULTS.md").read_text("utf-8")
-    return replace(text, "ladder", parts, file="task6/generation/RESULTS.md")
+    return {
+        name: replace((FOLDER / name).read_text("utf-8"), "ladder", own, file=f"task6/generation/{name}")
+        for name, own in {"GRAPHS.md": graphs, "RESULTS.md": parts}.items()
+    }  # fmt: skip
 
 
 def write(record: Record) -> None:
-    """Fill in RESULTS.md."""
-    write_atomically(FOLDER / "RESULTS.md", rendered(record))
+    """Fill in both files."""
+    for name, text in rendered(record).items():
+        write_atomically(FOLDER / name, text)
+
+
+def _ways(times: Times) -> list[str]:
+    """A line per case: milliseconds between tokens of a step in many launches, in a graph, and in one launch."""
+    sides = {
+        LLAMA: LLAMA,
+        READABLE: READABLE,
+        OURS: "a graph of launches",
+        ONE_LAUNCH: "one launch",
+    }
+    grid = Grid("", ["", *sides.values(), "floor"])
+    for found in times.found:
+        floor = found.floor(times.read_gb_per_s)
+        timed = ((s := found.speeds.get(side)) and s.between.median_ms for side in sides)
+        cells = (f"{ms:.4g} ({floor / ms:.0%})" if ms else "-" for ms in timed)
+        grid.rows.append([str(found.case), *cells, f"{floor:.4g}"])
+    return grid.markdown()
+
+
+def _both_ways(found: Found, read_gb_per_s: float) -> Grid:
+    """The parts of a step in a graph and in one launch, where both were looked at; in the order of the first."""
+    grid = Grid(
+        str(found.case),
+        [
+            "",
+            "calls",
+            "MB",
+            "a graph: us each",
+            "of a pure read",
+            "one launch: us each",
+            "of a pure read",
+        ],
+    )
+    phases = {part.name: part for part in found.one_launch}
+    for part in found.parts:
+        if part.name not in phases or not part.bytes or part.bytes < 1e6:
+            continue
+        row = [part.name, f"{part.calls:g}", megabytes(part)]
+        for p in (part, phases[part.name]):
+            row += [f"{p.us / part.calls:.2f}", f"{p.floor(read_gb_per_s) / p.us:.0%}"]
+        grid.rows.append(row)
+    return grid
 
 
 def side_by_side(found: Found, read_gb_per_s: float | None) -> Grid:

@@ -107,13 +107,14 @@ def test_several_gpus_are_compared_with_the_faster_way_of_one():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """table.json and RESULTS.md of its own."""
+    """table.json, GRAPHS.md and RESULTS.md of its own."""
     for module in (table, plot):
         monkeypatch.setattr(module, "FOLDER", tmp_path)
     monkeypatch.setattr(record, "TABLE", tmp_path / "table.json")
-    names = ("bars", "times", "steps", "shared", "graded", "tokens")
-    marks = (f"<!-- ladder: {name} -->\n<!-- end: {name} -->\n" for name in names)
-    (tmp_path / "RESULTS.md").write_text("mine\n" + "".join(marks) + "mine\n")
+    results = ("bars", "times", "steps", "shared", "graded", "tokens")
+    for name, parts in {"GRAPHS.md": ("ways", "parts"), "RESULTS.md": results}.items():
+        marks = (f"<!-- ladder: {part} -->\n<!-- end: {part} -->\n" for part in parts)
+        (tmp_path / name).write_text("mine\n" + "".join(marks) + "mine\n")
     return tmp_path
 
 
@@ -151,15 +152,19 @@ def test_results_are_filled_in_between_the_markers_only(folder):
     assert "| o | tensor_core_kernel | 24 | 37.50 | 900.0 | 96.8% | 3,000 | 83% |" in text
     assert "| o |  | 24 | 33.33 | 800.0 | 99.4% | 3,000 | 94% |" in text
     assert "a step in one launch of 805 us" in text and table.STALE not in text
+    graphs = (folder / "GRAPHS.md").read_text()
+    assert graphs.startswith("mine\n") and graphs.endswith("\nmine\n") and "2026-03-03" in graphs
+    assert f"| {COURSE} | - | 9.9 (33%) | 3.3 (98%) | - | 3.25 |" in graphs
+    assert "| o | 24 | 3,000 | 37.50 | 83% | 33.33 | 94% |" in graphs and GAPS not in graphs
     full.bars.run["sources"]["sha256"] = "0"
-    assert table.STALE in table.rendered(full)
+    assert all(table.STALE in text for text in table.rendered(full).values())
     full.graded = Tables(
         facts("2026-04-04"), [Grid("products", ["", "x"], [["a", "3.10"]], [True])]
     )
-    text = table.rendered(full)
+    text = table.rendered(full)["RESULTS.md"]
     assert "| a | 3.10 |" in text and "2026-04-04" in text and text.count("Not measured yet") == 2
     full.graded.run["sources"]["sha256"] = "0"
-    assert table.STALE_PRODUCTS in table.rendered(full)
+    assert table.STALE_PRODUCTS in table.rendered(full)["RESULTS.md"]
 
 
 def test_the_committed_results_are_what_is_rendered_from_the_record():
@@ -172,10 +177,10 @@ def test_the_committed_results_are_what_is_rendered_from_the_record():
             if line not in (table.STALE, table.STALE_PRODUCTS, "")
         ]
 
-    committed = (record.FOLDER / "RESULTS.md").read_text("utf-8")
-    assert lines(committed) == lines(table.rendered(record.load())), (
-        "task6/generation/RESULTS.md is not as table.json has it: python -m task6.generation --render"
-    )
+    for name, text in table.rendered(record.load()).items():
+        assert lines((record.FOLDER / name).read_text("utf-8")) == lines(text), (
+            f"task6/generation/{name} is not as table.json has it: python -m task6.generation --render"
+        )
 
 
 def test_the_picture(folder):
