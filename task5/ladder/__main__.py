@@ -26,6 +26,7 @@ SOURCES = (
     "task5/ladder/*.cu",
     "task5/ladder/*.cuh",
     "task5/ladder/call.py",
+    "task5/ladder/choice.py",
     "task5/ladder/plan.py",
     "task5/ladder/chunk.py",
 )
@@ -44,7 +45,16 @@ PREFILL_SOURCES = (
 )
 TESTS = tuple(
     FOLDER / f"test{part}.py"
-    for part in ("", "_by_length", "_launches", "_bad_input", "_plan", "_append", "_chunk")
+    for part in (
+        "",
+        "_by_length",
+        "_launches",
+        "_bad_input",
+        "_choice",
+        "_plan",
+        "_append",
+        "_chunk",
+    )
 )
 ROOM_ON_CPU = 96  # keys, for --steps
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common.build import dtype_code
 from common.inputs import check_attention, check_device, check_lengths, describe, expect
+from task5.ladder.choice import Choice, fastest
 from task5.ladder.plan import (
     BY_LENGTH,
     KERNELS,
@@ -19,8 +20,6 @@ from task5.ladder.plan import (
     ROWS,
     RUNGS,
     Call,
-    Choice,
-    fastest,
     plan,
 )
 

@@ -1,8 +1,12 @@
-"""A record of its own for each test that writes one."""
+"""What several tests need: an H200 that plans may ask, and a record of its own."""
+
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from task5.ladder import plot, record, table
+from task5.ladder.plan import OF_EIGHT_WARPS, Call, plan
 
 
 @pytest.fixture
@@ -16,3 +20,27 @@ def ladder(tmp_path, monkeypatch):
         marks = (f"<!-- ladder: {s} -->\n<!-- end: {s} -->\n" for s in parts)
         (tmp_path / name).write_text("mine\n" + "".join(marks) + "mine\n")
     return tmp_path
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """What a plan asks of a GPU, answered as by an H200."""
+    gpu = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=228 * 1024)
+    room, of_eight_warps = (
+        {1: 396, 2: 198, 4: 92, 8: 45, 16: 21},
+        {1: 132, 2: 66, 4: 30, 8: 15, 16: 7},
+    )
+
+    def query(self, rung, name, blocks=None, tiles=None):
+        fit = (of_eight_warps if rung in OF_EIGHT_WARPS else room).get(blocks)
+        answers = {"rows_of_a_pair": 8 if self.rows <= 8 else 32, "keys_of_a_tile": 64}
+        answers |= {"shared_memory_bytes": 80 * 1024, "clusters_at_once": fit}
+        return answers[name]
+
+    monkeypatch.setattr(Call, "query", query)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    plan.cache_clear()
+    yield lambda rows=4, head_dim=128, dtype=0: Call(
+        torch.device("cuda", 0), dtype, head_dim, rows, gpu.multi_processor_count, hopper=True
+    )
+    plan.cache_clear()

@@ -21,8 +21,9 @@ from task5.ladder.benchmark import (
     Shape,
     paged,
 )
+from task5.ladder.choice import fastest
 from task5.ladder.peers import LABELS
-from task5.ladder.plan import Call, fastest
+from task5.ladder.plan import Call
 from task5.ladder.record import Record, Run, Tables, Times
 from task5.ladder.rungs import FOLDER, RUNGS
 
@@ -84,7 +85,9 @@ def _overview(times: Times) -> list[str]:
     )
     grid = Grid("", ["rung", "what it does", *titles])
     grid.rows += [row(f"[{r.label}]({r.file})", r.title, r.label) for r in RUNGS]
-    grid.rows.append(row("**a call**", "the rung that `plan.py` chooses, with `new_keys=1`", OURS))
+    grid.rows.append(
+        row("**a call**", "the rung that `choice.py` chooses, with `new_keys=1`", OURS)
+    )
     grid.rows += [
         row(f"*{x}*", "", x) for x in LABELS if any(times.find(s, x) for s in README_SHAPES)
     ]

@@ -23,6 +23,7 @@ SOURCES = (
     "task5/ladder/*.cuh",
     "task5/ladder/append.py",
     "task5/ladder/call.py",
+    "task5/ladder/choice.py",
     "task5/ladder/plan.py",
 )
 GRADED_SOURCES = (

@@ -1,0 +1,138 @@
+"""Which rung a call of decode gets on an H200. No GPU is asked."""
+
+import pytest
+
+from task5.ladder.choice import Choice, fastest
+from task5.ladder.plan import (
+    BY_LENGTH,
+    EIGHT_WARPS,
+    IN_STEP,
+    KEYS_AS_ROWS,
+)
+
+
+def test_rung_7_reads_long_caches_in_order(h200):
+    def rung(heads, kv_len, invariant=False, page_size=None, **shape):
+        given = dict(batch_invariant=invariant, page_size=page_size)
+        return fastest(h200(**{"dtype": 2} | shape), heads, kv_len, **given).rung
+
+    assert rung(128, 8192) == rung(8, 131072) == rung(128, 8192, True) == IN_STEP
+    assert rung(128, 8192, head_dim=64) == rung(500, 2048, head_dim=64) == IN_STEP
+    assert rung(128, 8192, page_size=64) == rung(128, 4096) == rung(256, 8192) == 4
+    assert rung(128, 4096, head_dim=64) == 4
+    assert rung(128, 8192, rows=9) == rung(128, 8192, head_dim=256) == 4
+    assert rung(128, 4096, dtype=0) == IN_STEP and rung(128, 4096, True, dtype=0) == 4
+
+
+HALF, AHEAD = {"every_other_sm": True}, {"ahead": True}
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_len", "shape", "rung", "how"),
+    [
+        (8, 1024, {}, 4, HALF | AHEAD),
+        (8, 1024, {"head_dim": 64}, 4, HALF | AHEAD),
+        (8, 2048, {}, 4, HALF | AHEAD),
+        (8, 3000, {}, 4, AHEAD),
+        (8, 4096, {}, 4, AHEAD),
+        (8, 8192, {}, 4, HALF),
+        (8, 16384, {"head_dim": 64}, 4, HALF),
+        (8, 65536, {}, EIGHT_WARPS, {}),
+        (4, 8192, {}, 4, HALF),  # all SMs would have no more blocks
+        (32, 512, {}, 4, HALF | AHEAD),
+        (32, 1024, {}, EIGHT_WARPS, AHEAD),
+        (32, 2048, {}, 4, HALF),
+        (12, 1024, {"head_dim": 64}, 4, {}),  # which would be blocks on a third of the SMs
+        (24, 1024, {}, 4, AHEAD),
+        (24, 2048, {}, EIGHT_WARPS, AHEAD),
+        (1, 8192, {}, EIGHT_WARPS, AHEAD),
+        (1, 65536, {}, KEYS_AS_ROWS, {}),
+        (64, 256, {}, 4, {}),
+        (64, 512, {}, 4, AHEAD),
+        (128, 1024, {}, EIGHT_WARPS, AHEAD),
+        (96, 1024, {"head_dim": 64}, EIGHT_WARPS, AHEAD),
+        (128, 8192, {}, IN_STEP, AHEAD),
+        (128, 8192, {"rows": 9}, EIGHT_WARPS, AHEAD),
+        (256, 1024, {}, 4, AHEAD),  # two blocks on almost each SM
+        (384, 1024, {}, 3, AHEAD),  # three
+        (384, 1024, {"rows": 9}, EIGHT_WARPS, AHEAD),
+        (384, 2048, {}, EIGHT_WARPS, AHEAD),
+        (256, 8192, {}, 4, AHEAD),
+        (768, 1024, {"head_dim": 64}, KEYS_AS_ROWS, AHEAD),
+        (1536, 1024, {"head_dim": 64}, EIGHT_WARPS, AHEAD),
+        (768, 2048, {"head_dim": 64}, IN_STEP, AHEAD),
+        (8, 4096, {"rows": 32}, EIGHT_WARPS, {}),  # as two pairs each
+        (4, 4096, {"rows": 32}, EIGHT_WARPS, AHEAD),
+        (8, 1024, {"rows": 32}, 4, AHEAD),
+        (1, 32768, {"rows": 32}, KEYS_AS_ROWS, {}),  # clusters for two pairs leave SMs idle
+        (67, 4096, {"rows": 32}, KEYS_AS_ROWS, {}),  # one read for all rows
+        (8, 4096, {"rows": 33}, KEYS_AS_ROWS, {}),
+        (384, 1024, {"head_dim": 64}, 3, AHEAD),
+        (384, 1024, {"head_dim": 64, "rows": 9}, EIGHT_WARPS, AHEAD),
+        (320, 1024, {"head_dim": 64}, EIGHT_WARPS, AHEAD),  # a fifth of the third blocks is missing
+        (8, 2048, {"head_dim": 256}, 4, AHEAD),
+        (32, 1024, {"head_dim": 256}, 4, {}),  # clusters of four fill the SMs
+        (64, 1024, {"head_dim": 256}, 4, AHEAD),
+        (32, 8192, {"head_dim": 256}, 4, {}),
+        (133, 8192, {"head_dim": 256}, 4, {}),
+        (8, 4096, {"head_dim": 256, "rows": 32}, KEYS_AS_ROWS, {}),
+    ],
+)
+def test_the_rung_of_16_bits(h200, heads, kv_len, shape, rung, how):
+    call = h200(**{"dtype": 2} | shape)
+    assert fastest(call, heads, kv_len, promised=True) == Choice(rung, **how)
+    assert not fastest(call, heads, kv_len).ahead
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_len", "shape", "how"),
+    [
+        (8, 4096, {}, Choice(4, every_other_sm=True)),
+        (24, 1024, {}, Choice(4)),
+        (24, 8192, {}, Choice(EIGHT_WARPS)),
+        (64, 2048, {}, Choice(4)),
+        (64, 8192, {}, Choice(EIGHT_WARPS)),
+        (128, 4096, {}, Choice(4)),
+    ],
+)
+def test_the_rung_without_a_promise(h200, heads, kv_len, shape, how):
+    assert fastest(h200(dtype=2, **shape), heads, kv_len) == how
+
+
+def test_the_rungs_of_pages(h200):
+    def how(heads, kv_len, page_size, **shape):
+        call = h200(dtype=2, **shape)
+        return fastest(call, heads, kv_len, page_size=page_size, promised=True)
+
+    assert [how(1, 65536, n).rung for n in (256, 64, 48)] == [KEYS_AS_ROWS] * 2 + [EIGHT_WARPS]
+    assert how(8, 4096, 64) == Choice(4, every_other_sm=True)
+    assert how(16, 2048, 64) == Choice(4, ahead=True)
+    assert how(32, 1024, 64) == Choice(EIGHT_WARPS, ahead=True)
+    assert how(500, 4096, 64, head_dim=64).rung == KEYS_AS_ROWS
+
+
+def test_the_rungs_of_many_pairs_batch_invariant(h200):
+    kv_lens = (1024, 2048, 4096, 8192, 16384)
+
+    def rungs(heads, page_size=None, **shape):
+        given = dict(batch_invariant=True, page_size=page_size, promised=True)
+        return [fastest(h200(dtype=2, **shape), heads, n, **given).rung for n in kv_lens]
+
+    assert rungs(512) == [4, 4, *[IN_STEP] * 3] and rungs(384) == [6, 6, *[IN_STEP] * 3]
+    assert rungs(512, head_dim=64) == [3, *[IN_STEP] * 4]
+    assert rungs(512, 64) == [4] * 5 and rungs(512, 64, head_dim=64) == [3] * 5
+    assert rungs(8, rows=32) == [4, *[EIGHT_WARPS] * 4]
+
+
+def test_lengths_that_may_differ_decide(h200):
+    """From 400 MB of room on."""
+
+    def rung(heads, kv_len, lengths, **shape):
+        return fastest(h200(**{"dtype": 2} | shape), heads, kv_len, lengths=lengths).rung
+
+    assert rung(256, 4096, 32) == rung(256, 4096, 128) == rung(16, 65536, 2) == BY_LENGTH
+    assert rung(64, 8192, 8, dtype=0) == rung(64, 8192, 8, head_dim=256) == BY_LENGTH
+    assert BY_LENGTH not in (rung(256, 4096, 1), rung(1032, 4096, 129), rung(64, 8192, 8))
+    assert rung(256, 4096, 32, rows=33) == KEYS_AS_ROWS
+    promised = fastest(h200(dtype=2), 64, 16384, promised=True, lengths=8)
+    assert promised == Choice(BY_LENGTH, ahead=True)
