@@ -121,7 +121,12 @@ class Inputs:
         self._pages: dict[int, tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
 
     def pages(self, size: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """The caches in pages of this size, in random order, and the block table, the same for all of them."""
+        """The caches in pages of this size, in random order.
+
+        Returns:
+            The block table of all of them, int32 ``(batch, pages of a sequence)``; and pairs of k and v,
+            ``(pages, size, kv_heads, head_dim)`` in the shape's dtype.
+        """
         if size not in self._pages:
             shape, device = self.shape, self.q.device
             each = -(-shape.kv_len // size)  # pages of a sequence
@@ -137,7 +142,10 @@ class Inputs:
         return self._pages[size]
 
     def truth(self, number: int = -1) -> Tensor:
-        """The result for a cache in float64, a sequence at a time; of a long chunk the first and the last rows."""
+        """The result for a cache in float64, ``(batch, rows, heads, head_dim)``, found a sequence at a time.
+
+        Rows are the queries, or of more than 32 the first and the last 16.
+        """
         (k, v), q_len = self.caches[number], self.shape.q_len
         rows = [slice(0, q_len)]
         if q_len > 2 * CHECKED:
@@ -153,7 +161,7 @@ class Inputs:
         )
 
     def checked(self, out: Tensor) -> Tensor:
-        """What :meth:`truth` has of a result."""
+        """What :meth:`truth` has of a result with the numbers of ``(batch, q_len, heads, head_dim)``."""
         out = out.reshape(self.q.shape)
         if out.shape[1] <= 2 * CHECKED:
             return out

@@ -233,10 +233,16 @@ _workspaces: dict[tuple[torch.device, int], _Workspace] = {}
 
 
 def workspace(device: torch.device, floats: int, counters: int) -> tuple[Tensor, Tensor]:
-    """Scratch of at least this size, and int32 counters that are 0 when the current stream's next launch begins.
+    """Scratch of at least so many floats, and so many int32 counters that are 0 when the stream's next launch begins.
 
     A launch leaves the counters so. A CUDA graph that is captured gets its own, and zeroes them before the first call
     on a stream: it may be replayed beside others, on any stream, and before or after them.
+
+    Returns:
+        float32 ``(floats or more,)`` and int32 ``(counters or more,)``, of the device's current stream.
+
+    Raises:
+        RuntimeError: the driver does not say whether the stream is being captured.
     """
 
     def new() -> tuple[Tensor, Tensor]:

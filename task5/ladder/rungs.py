@@ -26,6 +26,7 @@ class Rung:
 
     @property
     def source(self) -> Path:
+        """Its file."""
         return FOLDER / self.file
 
 

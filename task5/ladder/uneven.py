@@ -30,10 +30,12 @@ class Uneven(Shape):
 
     @property
     def key(self) -> str:
+        """In records."""
         return f"{super().key}, {self.spread}"
 
     @property
     def lengths(self) -> tuple[int, ...]:
+        """Keys of each sequence, the same ones in every run."""
         if self.spread == ONE_LONG:
             return (self.kv_len // SHORT,) * (self.batch - 1) + (self.kv_len,)
         lengths = [self.kv_len * (b + 1) // self.batch for b in range(self.batch)]

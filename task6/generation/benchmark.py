@@ -134,9 +134,14 @@ def prepare(
     *,
     persistent: bool | None = False,
 ) -> tuple[Decoder, Tensor]:
-    """A decoder with random weights, and a prompt, the same in all processes.
+    """A decoder with random weights and a random prompt, int64 ``(batch, prompt)``, the same in all processes.
 
-    ``persistent`` is :class:`Decoder`'s. "The decoder" of the tables is the one whose step is a graph of launches.
+    Args:
+        case: what is generated.
+        device: where.
+        seed: of weights and prompt.
+        group: the processes that share the model.
+        persistent: :class:`Decoder`'s. "The decoder" of the tables is the one whose step is a graph of launches.
 
     Raises:
         ValueError: the number of processes does not divide the model.

@@ -52,7 +52,7 @@ class Part:
 
 
 def breakdown(decoder: Decoder, prompt: Tensor) -> list[Part]:
-    """The parts of a step after this prompt; the longest first.
+    """The parts of a step after this prompt, token ids ``(batch, seq)``; the longest first.
 
     On a GPU they are kernels, and the time between them. Where kernels overlap, a later one's time begins when those
     before it have ended, so that the parts add up. On a CPU they are PyTorch's operators, each without those that it
@@ -141,7 +141,10 @@ def parts_of(
 
 
 def part_bytes(decoder: Decoder, length: float) -> dict[str, float]:
-    """What the parts of a step have to read and write; activations are left out beside weights, keys and values."""
+    """Bytes that the parts of a step have to read and write, by name, where each sequence has ``length`` positions.
+
+    Activations are left out beside weights, keys and values.
+    """
     c, w = decoder.config, decoder.weights
     size = w.embedding.element_size()
 

@@ -127,7 +127,10 @@ class Decoder:
         return self.tokens.clone()
 
     def step(self) -> Tensor:
-        """Append the newest token and compute the next one: ``self.tokens``, which the next step overwrites.
+        """Append the newest token and compute the next one.
+
+        Returns:
+            ``self.tokens``, int64 ``(batch, 1)``, which the next step overwrites.
 
         On a GPU the first step is captured as a CUDA graph, and later ones replay it.
 
@@ -140,6 +143,10 @@ class Decoder:
 
     def generate(self, prompt: Tensor, max_new_tokens: int) -> Tensor:
         """Greedy decoding: the new ids, int64 ``(batch, max_new_tokens)``.
+
+        Args:
+            prompt: token ids ``(batch, seq)``, int64.
+            max_new_tokens: of each sequence; it is not ended by any token.
 
         Raises:
             ValueError: as :meth:`prefill`; or more new tokens than there are positions left.

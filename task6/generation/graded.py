@@ -57,6 +57,7 @@ class Beside:
 
     @property
     def title(self) -> str:
+        """Its name in tables, with what there is to say."""
         return f"{self.name}; {self.note}" if self.note else self.name
 
     @property

@@ -126,7 +126,7 @@ class Group:
         return bool(number)
 
     def sum(self, x: Tensor) -> Tensor:
-        """x, in place, of all processes.
+        """The sum of all processes' x, in x: of any shape, of one dtype in all of them.
 
         Raises:
             LostProcess: another one has ended.
@@ -208,6 +208,7 @@ class Heartbeat(threading.Thread):
         self.period, self.patience, self.done = period, patience, threading.Event()
 
     def run(self) -> None:
+        """Beat and listen until :meth:`stop`, or until another process is lost."""
         others = [rank for rank in range(self.group.world) if rank != self.group.rank]
         heard = {rank: (b"", time.monotonic()) for rank in others}
         beat = 0
