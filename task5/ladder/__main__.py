@@ -45,17 +45,9 @@ PREFILL_SOURCES = (
 )
 TESTS = tuple(
     FOLDER / f"test{part}.py"
-    for part in (
-        "",
-        "_by_length",
-        "_launches",
-        "_bad_input",
-        "_choice",
-        "_plan",
-        "_append",
-        "_chunk",
-    )
-)
+    for part in ("", "_pages", "_batch_invariant", "_by_length", "_launches", "_bad_input", "_choice", "_plan",
+                 "_append", "_chunk")
+)  # fmt: skip
 ROOM_ON_CPU = 96  # keys, for --steps
 
 console = Console(

@@ -10,8 +10,8 @@ import torch
 from common.check.rng import new_seed
 from common.tests.devices import of_gpus_hopper
 from task5.ladder import call, plan
+from task5.ladder.cases import CASES, Case
 from task5.ladder.plan import BY_LENGTH
-from task5.ladder.test import CASES, Case
 
 
 class Uneven(Case):

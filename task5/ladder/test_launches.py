@@ -8,7 +8,7 @@ import torch
 from common.check.rng import new_seed
 from common.tests.devices import DEVICE
 from task5.ladder import append_rope, call, decode_attention
-from task5.ladder.test import RUNGS, Case
+from task5.ladder.cases import RUNGS, Case
 
 
 @pytest.mark.parametrize("new_keys", [None, 0])
