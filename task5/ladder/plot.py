@@ -1,9 +1,10 @@
-"""The picture: microseconds over the number of keys, beside the libraries and the floor, for two batches.
+"""The picture: time over the number of keys, beside the libraries and the floor, for two batches.
 
 It needs matplotlib, which the course does not: ``pip install matplotlib``, in the version that pyproject.toml names
 under ``plot``.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from common.record.chart import Line, draw_lines, save
@@ -33,21 +34,28 @@ def draw(times: Times) -> Path | None:
     lines = {batch: _lines(times, batch) for batch in CURVES}
     if not all(lines.values()):
         return None
-    figure, axes = plt.subplots(1, 2, figsize=(15, 7), dpi=110, layout="constrained")
-    labelled = dict(zip(axes, lines.values(), strict=True))
-    for axis, batch in zip(axes, CURVES, strict=True):
-        draw_lines(axis, labelled[axis], LENGTHS, "microseconds per call")
-        axis.set_xlim(right=LENGTHS[-1] * 7)  # room for the names
-        axis.set_yscale("log")
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_minor_locator(NullLocator())
-        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    figure, rows = plt.subplots(2, 2, figsize=(15, 13), dpi=100, layout="constrained")
+    labelled: dict = {}
+    for (above, below), batch in zip(rows.T, CURVES, strict=True):
+        labelled |= {above: lines[batch], below: _relative(lines[batch])}
+        draw_lines(above, labelled[above], LENGTHS, "microseconds per call")
+        above.set_title(f"batch {batch}")
+        above.set_yscale("log")
+        above.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        above.yaxis.set_minor_locator(NullLocator())
+        above.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        # Long caches differ by per cents, which the upper picture does not show.
+        draw_lines(below, labelled[below], LENGTHS, "time relative to the floor")
+        below.set_ylim(0.95, 2)
+        below.set_xlabel("keys of each sequence")
+        for axis in (above, below):
+            axis.set_xlim(right=LENGTHS[-1] * 7)  # room for the names
         marks = [
-            Line2D([], [], label=line.label, **line.style) for line in reversed(labelled[axis])
+            Line2D([], [], label=line.label, **line.style) for line in reversed(labelled[above])
         ]
-        axis.legend(handles=marks, loc="upper left", frameon=False)  # the lines meet at their names
-        axis.set_xlabel("keys of each sequence")
-        axis.set_title(f"batch {batch}")
+        above.legend(
+            handles=marks, loc="upper left", frameon=False
+        )  # the lines meet at their names
     figure.suptitle(
         f"Decode, bfloat16, 32 heads on 8 kv heads of 128, {times.run['machine'].get('gpu', '')};"
         " floor: K and V at the speed of a pure read",
@@ -70,3 +78,12 @@ def _lines(times: Times, batch: int) -> list[Line]:
     floor = tuple((s.kv_len, times.floor(s)) for s in CURVES[batch] if s.kv_len in timed)
     peers = [Line(x, found, None, _MARKERS[x]) for x in LABELS if (found := points(x))]
     return [Line("floor", floor, None, ""), *peers, Line(OURS, own, 1.0, bold=True)]
+
+
+def _relative(lines: list[Line]) -> list[Line]:
+    """Each line's times by those of the floor, which is the first of them."""
+    floor = dict(lines[0].points)
+    return [
+        replace(line, points=tuple((n, us / floor[n]) for n, us in line.points if n in floor))
+        for line in lines
+    ]
