@@ -148,7 +148,8 @@ def check_cache(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
     """Check caches ``(batch, max_seq_len, hidden)`` and the rows ``(batch, n, hidden)`` that go there.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together, or a last dimension that is not contiguous.
+        ValueError: shapes, dtypes or devices that do not fit together, a last dimension that is not contiguous, or an
+            expanded cache.
     """
     try:
         batch, _, hidden = cache_shape = k_cache.shape
@@ -161,6 +162,7 @@ def check_cache(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
             and v_cache.get_device() == index and k.get_device() == index and v.get_device() == index
             and v_cache.is_cpu == on_cpu and k.is_cpu == on_cpu and v.is_cpu == on_cpu
             and k_cache.stride()[2] == 1 and v_cache.stride()[2] == 1 and k.stride()[2] == 1 and v.stride()[2] == 1
+            and all(k_cache.stride()) and all(v_cache.stride())
         ):  # fmt: skip
             return  # a third of the time of the checks below, which name the error
     except (AttributeError, TypeError, ValueError):  # not tensors, or of another rank
@@ -173,6 +175,11 @@ def check_cache(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
     check_device(k_cache)
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
         check_contiguous_rows(name, tensor)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if any(n > 1 and s == 0 for n, s in zip(cache.shape, cache.stride(), strict=True)):
+            raise ValueError(
+                f"{name} is written in place and must not be expanded; got strides {cache.stride()}"
+            )
 
 
 def check_lengths(name: str, lengths: Tensor | None, q: Tensor) -> None:

@@ -62,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=level, format="%(name)s: %(message)s")
     try:
         return _run(options)
+    except BuildError as error:
+        console.print(str(error))
+        return 1
     except KeyboardInterrupt:
         console.print("\ninterrupted")
         return 130
@@ -156,7 +159,10 @@ def _build(options: argparse.Namespace) -> list[Rung]:
 
 def _check(options: argparse.Namespace) -> bool:
     """Run the tests of decode, append and chunks; whether all of them pass."""
-    return pytest.main(["-q", f"--seed={options.seed}", *map(str, TESTS)]) == 0
+    status = pytest.main(["-q", f"--seed={options.seed}", *map(str, TESTS)])
+    if status == pytest.ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt
+    return status == 0
 
 
 def _time(ladder: Sequence[Rung], options: argparse.Namespace) -> int:

@@ -113,12 +113,28 @@ def _check(
             raise ValueError(f"{name} must be contiguous; got strides {tensor.stride()}")
     expect_loadable(q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, cos=cos, sin=sin)
     _check_no_row_twice(q=q, k_cache=k_cache, v_cache=v_cache)
+    _check_apart(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
 
 
 def _check_no_row_twice(**tensors: Tensor) -> None:
-    """ValueError for an expanded tensor: what is written must be in memory once."""
+    """ValueError for an expanded tensor, or one whose rows overlap: what is written must be in memory once."""
     for name, tensor in tensors.items():
-        if any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise ValueError(
-                f"{name} is written in place and must not be expanded; got strides {tensor.stride()}"
-            )
+        extent = 0  # from the first to the last element of the dimensions with smaller strides
+        for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if n > 1 and stride <= extent:
+                raise ValueError(
+                    f"{name} is written in place, so it must not be expanded nor have rows that overlap; got"
+                    f" {describe(tensor)} with strides {tensor.stride()}"
+                )
+            extent += (n - 1) * stride
+
+
+def _check_apart(**tensors: Tensor) -> None:
+    """ValueError where two of these are the same memory, of which the first three are written."""
+    names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        if not tensor.numel():
+            continue
+        same = names.setdefault(tensor.data_ptr(), name)
+        if same != name and {same, name} != {"k", "v"}:
+            raise ValueError(f"{name} must not be the memory of {same}, which is written in place")

@@ -31,6 +31,9 @@ MAX_KEYS = 1 << 24
 MAX_BATCH = 65535
 MAX_TILES = (1 << 31) - 1
 MAX_POOL = (1 << 36) - 16  # bytes: a kernel counts them in 32 bits, by 16
+MAX_DIVIDED = 1 << 32  # rows of q by their group: below, a product finds a row's token
+# Of scores: kernels multiply by it, and by log2(e), in float32.
+SCALES = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max * math.log(2)
 ON_CPU = 6  # blocks where there is no GPU: enough to share a pair
 
 
@@ -58,7 +61,9 @@ def decode_attention(
         k, v: ``(batch, max_seq, kv_heads, head_dim)``; with ``block_table`` the pages of all sequences,
             ``(pages, page_size, kv_heads, head_dim)``, page_size a multiple of 16 up to 256, all of them within 64
             GiB. kv_heads divides heads.
-        scale: factor of the scores, above 0; ``1 / sqrt(head_dim)`` if None.
+        scale: factor of the scores, from 1.18e-38 to 2.36e38; ``1 / sqrt(head_dim)`` if None. In 16 bits scores times
+            scale have to be below 1e8 in size: beyond, a row's largest exponent may be rounded to more than 0, and
+            overflow. (Rung 5 and float32 have no such limit.)
         seqlens_k: int32 ``(batch,)`` on q's device, keys of each sequence, the new tokens' included; all for which
             there is room if None, and where a length is larger. A negative one counts as 0.
         leftpad_k: int32 ``(batch,)``, keys to skip at the start of each sequence; a negative number counts as 0.
@@ -164,7 +169,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> tuple
         raise ValueError(f"batch must be at most {MAX_BATCH:,}; got {batch:,}")
     if kv_len > MAX_KEYS:
         raise ValueError(f"a sequence must have room for at most {MAX_KEYS:,} keys; got {kv_len:,}")
-    pairs = batch * kv_heads * -(-heads // max(1, kv_heads) * q_len // ROWS)
+    group = heads // max(1, kv_heads)
+    if q_len * group**2 >= MAX_DIVIDED:
+        raise ValueError(
+            f"tokens by the square of the query heads of a kv head must be below {MAX_DIVIDED:,}; got {q_len} tokens"
+            f" and {group:,} heads"
+        )
+    pairs = batch * kv_heads * -(-group * q_len // ROWS)
     if pairs * -(-kv_len // ROWS) > MAX_TILES:
         raise ValueError(
             f"there must be at most {MAX_TILES:,} tiles of {ROWS} keys for {ROWS} rows in a call; got batch {batch:,},"
@@ -191,9 +202,14 @@ def expect_loadable(**tensors: Tensor | None) -> None:
 
 
 def expect_scale(scale: float | None) -> None:
-    """ValueError for one that is not above 0, or too large for float32."""
-    if scale is not None and not 0 < scale <= torch.finfo(torch.float32).max:
-        raise ValueError(f"scale must be above 0 and finite; got {scale}")
+    """ValueError for one that is no number, not above 0, or too small or large for float32."""
+    if scale is None:
+        return
+    least, most = SCALES
+    if not (isinstance(scale, (int, float)) and least <= scale <= most):
+        raise ValueError(
+            f"scale must be above 0 and finite, from {least:.3g} to {most:.3g}; got {scale!r}"
+        )
 
 
 def is_hopper(device: torch.device) -> bool:
@@ -209,7 +225,7 @@ def sms_of(device: torch.device) -> int:
 
 
 def _check_rung(q: Tensor, rung: int | None) -> None:
-    if rung is not None and rung not in RUNGS:
+    if rung is not None and not (isinstance(rung, int) and rung in RUNGS):
         raise ValueError(f"rung must be one of {RUNGS}; got {rung!r}")
     if rung is not None and rung > 1 and q.is_cuda and not is_hopper(q.device):
         raise ValueError(

@@ -45,7 +45,7 @@ def fastest(
     """The fastest for ``heads`` kv heads of all sequences, as NOTES.md has measured it.
 
     Batch-invariant, a sequence has the same bits from rungs 3, 4 and 6 to 8, and others from 5: which of the two it
-    is, is told from what is the same in any batch, and whatever room there is.
+    is depends on what is the same in any batch, and whatever room there is.
 
     Args:
         call: what a kernel is chosen by.

@@ -40,7 +40,7 @@ struct Consumer {
     if (++index == c.buffers) index = 0, parity ^= 1;
   }
   DEVICE void release(int buffer) {
-    __syncwarp();  // all lanes have read it, and what is told of it
+    __syncwarp();  // all lanes have read it, and what it lacks
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&mem.empty[buffer]);
   }
 
@@ -71,7 +71,7 @@ struct Consumer {
       float S[KEYS / 64][N / 2];
       wait();
       const int key_0 = (s.first + tile) * KEYS;
-      // Lane 0 alone, which gives the buffer back: so what is told of it has been read then.
+      // Lane 0 alone, which gives the buffer back: so it has been read then.
       const unsigned missing = __shfl_sync(~0u, threadIdx.x % 32 == 0 ? mem.missing[index] : 0, 0);
       const bool all_seen = !missing && key_0 + KEYS <= s.len - c.a.q_len + 1 &&
                             key_0 >= s.begin + (c.a.window ? c.a.q_len - 1 : 0);

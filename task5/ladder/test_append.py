@@ -264,6 +264,8 @@ def zeros(*shape, dtype=torch.float16):
 
 
 F32, I32 = {"dtype": torch.float32}, {"dtype": torch.int32}
+SAME = zeros(1, 1, 2, 64)
+CACHE = zeros(1, 9, 2, 64)
 
 
 @pytest.mark.parametrize(
@@ -275,14 +277,18 @@ F32, I32 = {"dtype": torch.float32}, {"dtype": torch.int32}
         ({"q": zeros(1, 1, 4, 272)}, "head_dim must be a multiple of 16 up to 256; got 272"),
         ({"q": zeros(1, 1, 3, 64)}, "kv heads must divide the query heads; got 3 and 2"),
         ({"q": zeros(1, 1, 4, 128)[..., ::2]}, "q must have a contiguous last dimension, and rows that begin"),
-        ({"q": zeros(1, 1, 1, 64).expand(1, 1, 4, 64)}, "q is written in place and must not be expanded"),
+        ({"q": zeros(1, 1, 1, 64).expand(1, 1, 4, 64)}, "q is written in place, so it must not be expanded"),
+        ({"q": zeros(384).as_strided((1, 1, 4, 64), (64, 64, 32, 1))}, r"nor have rows that overlap; got .* strides \(64, 64, 32, 1\)"),
+        ({n: SAME for n in ("q", "k")}, "k must not be the memory of q, which is written in place"),
+        ({n: SAME for n in ("q", "v")}, "v must not be the memory of q"),
+        ({n: CACHE for n in ("k_cache", "v_cache")}, "v_cache must not be the memory of k_cache"),
         ({"k": zeros(1, 2, 2, 64)}, r"k must be \(1, 1, kv_heads, 64\) float16 on cpu; got \(1, 2, 2, 64\)"),
         ({"k": zeros(1, 1, 2, 64, **F32)}, "k must be .* float16 .* got .* float32"),
         ({"v": zeros(1, 1, 1, 64)}, r"v must be \(1, 1, 2, 64\)"),
         ({"v": zeros(1, 1, 2, 68)[..., 2:-2]}, "v must have a contiguous last dimension, and rows that begin"),
         ({"k_cache": zeros(2, 9, 2, 64)}, r"k_cache must be \(1, max_seq, 2, 64\)"),
         ({"k_cache": zeros(1, 0, 2, 64), "v_cache": zeros(1, 0, 2, 64)}, "k_cache must have room for a key"),
-        ({"k_cache": zeros(1, 1, 2, 64).expand(1, 9, 2, 64)}, "k_cache is written in place and must not be expanded"),
+        ({"k_cache": zeros(1, 1, 2, 64).expand(1, 9, 2, 64)}, "k_cache is written in place, so it must not be expanded"),
         ({"v_cache": zeros(1, 8, 2, 64)}, r"v_cache must be \(1, 9, 2, 64\)"),
         ({"v_cache": zeros(1, 9, 2, 64).to("meta")}, "v_cache must be .* on cpu; got .* on meta"),
         ({"seqlens_k": zeros(2, **I32)}, r"seqlens_k must be \(1,\) int32"),

@@ -25,12 +25,19 @@ HALF = torch.float16
         ({"window": "a"}, "window must be at least 1 key, or None; got 'a'"),
         ({"new_keys": -1}, "new_keys must be at least 0 keys, or None; got -1"),
         ({"new_keys": 1.5}, "new_keys must be at least 0 keys, or None; got 1.5"),
-        ({"scale": -1.0}, "scale must be above 0 and finite; got -1.0"),
-        ({"scale": math.nan}, "scale must be above 0 and finite; got nan"),
-        ({"scale": 1e300}, "scale must be above 0 and finite; got 1e\\+300"),
+        ({"scale": -1.0}, "scale must be above 0 and finite, from 1.18e-38 to 2.36e\\+38; got -1.0"),
+        ({"scale": math.nan}, "scale must be above 0 and finite, .* got nan"),
+        ({"scale": 1e300}, "scale must be above 0 and finite, .* got 1e\\+300"),
+        ({"scale": 1e-46}, "scale must be above 0 and finite, .* got 1e-46"),  # 0 in float32
+        ({"scale": 3e38}, "scale must be above 0 and finite, .* got 3e\\+38"),  # infinite times log2(e)
+        ({"scale": "1"}, "scale must be above 0 and finite, .* got '1'"),
+        ({"scale": torch.tensor([1.0, 2.0])}, "scale must be above 0 and finite, .* got tensor"),
+        ({n: torch.zeros(1, 1, 1, 64, dtype=HALF) for n in "kv"}
+         | {"q": torch.zeros(1, 16, 1, 64, dtype=HALF).expand(1, 16, 20_000, 64)}, "must be below 4,294,967,296; got 16 tokens and 20,000 heads"),
         ({n: torch.zeros(1, 1, 1, 64, dtype=HALF).expand(70, 1 << 24, 256, 64) for n in "kv"}
          | {"q": torch.zeros(70, 1, 256, 64, dtype=HALF)}, "there must be at most 2,147,483,647 tiles of 16 keys"),
         ({"rung": 9}, r"rung must be one of \(1, 2, 3, 4, 5, 6, 7, 8\); got 9"),
+        ({"rung": torch.tensor(1)}, r"rung must be one of .* got tensor\(1\)"),
         ({"seqlens_k": torch.zeros(2, dtype=torch.int32)}, "seqlens_k must be"),
         ({"block_table": torch.zeros(1, 2, dtype=torch.int32)}, "page_size must be a multiple of 16 up to 256; got 40"),
         ({"block_table": torch.zeros(1, 2), **{n: torch.zeros(3, 32, 2, 64, dtype=HALF) for n in "kv"}}, "block_table must be .* int32"),

@@ -62,11 +62,24 @@ def test_the_command_without_a_gpu(ladder, monkeypatch, capsys):
     assert "timing needs a GPU" in out
     status["pytest"] = 1
     assert command.main(["--check-only"]) == 1
+    status["pytest"] = pytest.ExitCode.INTERRUPTED
+    assert command.main(["--check-only"]) == 130
+    assert capsys.readouterr().out.endswith("\ninterrupted\n")
     assert command.main(["--steps", "3", "--seed", "1"]) == 0
     assert "3 decode steps in" in capsys.readouterr().out
     assert command.main(["--render"]) == 0
     assert "Not measured yet" in (ladder / "RESULTS.md").read_text()
     assert not (ladder / "table.json").exists()
+
+
+def test_a_rung_that_does_not_compile_is_one_message(monkeypatch, capsys):
+    def fails(*_, **__):
+        raise command.BuildError("01_shared_work.cu:7: error")
+
+    monkeypatch.setattr(command, "_build", lambda options: [RUNGS[0]])
+    monkeypatch.setattr(steps, "run", fails)
+    assert command.main(["--steps", "3"]) == 1
+    assert capsys.readouterr().out.endswith("01_shared_work.cu:7: error\n")
 
 
 @pytest.fixture

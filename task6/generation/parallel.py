@@ -115,7 +115,7 @@ class Group:
         inboxes = [torch.from_file(p, shared=True, size=words, dtype=torch.int64) for p in paths]
         dist.barrier()
         if self.rank == 0:
-            shutil.rmtree(folder[0])  # the memory stays as long as somebody has it
+            shutil.rmtree(folder[0])  # the memory stays as long as a process has it mapped
         return inboxes
 
     @staticmethod
