@@ -11,6 +11,10 @@ from common.record.record import write_json
 Run = dict[str, Any]  # common.record.provenance, and what a command adds to it
 
 
+class BrokenRecord(ValueError):
+    """A record's file is not one that this version has written."""
+
+
 @dataclass
 class Tables:
     """What a run printed."""
@@ -20,8 +24,23 @@ class Tables:
 
 
 def read(kind: Any, path: Path) -> Any:
-    """The file's content as this type; an empty one if there is no file yet."""
-    return from_json(kind, json.loads(path.read_text()) if path.exists() else {})
+    """The file's content as this type; an empty one if there is no file yet.
+
+    Raises:
+        BrokenRecord: it has something else, such as the marks of a merge; which file, and what was found.
+    """
+    if not path.exists():
+        return from_json(kind, {})
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        if not isinstance(content, dict):
+            raise TypeError(f"an object was expected; got {type(content).__name__}")
+        return from_json(kind, content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"no field {error}" if isinstance(error, KeyError) else error
+        raise BrokenRecord(
+            f"{path} is no record of this version, {what}: restore it, or remove it and measure anew"
+        ) from error
 
 
 def write(path: Path, found: Any) -> None:

@@ -15,6 +15,7 @@ from common.check.rng import new_seed
 from common.check.run import run_groups
 from common.record import provenance
 from common.record.grid import Grid
+from common.record.typed import BrokenRecord
 from common.timing.counters import NoCounters
 from common.timing.peers import fa3_version
 from task4.ladder import plot, table, test
@@ -35,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=level, format="%(name)s: %(message)s")
     try:
         return _run(options)
+    except BrokenRecord as error:
+        console.print(str(error))
+        return 1
     except KeyboardInterrupt:
         console.print("\ninterrupted")
         return 130

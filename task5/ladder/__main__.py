@@ -15,6 +15,7 @@ from common.check.case import device_of
 from common.check.rng import new_seed, seed_of
 from common.record import provenance
 from common.record.grid import Grid
+from common.record.typed import BrokenRecord
 from common.timing import reference
 from task5.ladder import bars, plot, prefill, steps, table, uneven
 from task5.ladder.benchmark import CURVES, OURS, SHAPES, our_sides, time_shape
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=level, format="%(name)s: %(message)s")
     try:
         return _run(options)
-    except BuildError as error:
+    except (BuildError, BrokenRecord) as error:
         console.print(str(error))
         return 1
     except KeyboardInterrupt:
@@ -117,8 +118,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> int:
+    record = load()  # a broken one is found before anything is timed
     if options.render:
-        return _render(load())
+        return _render(record)
     on_gpu = options.device.type == "cuda"
     gpu = torch.cuda.get_device_name() if on_gpu else "the CPU"
     console.print(f"decode on {gpu} (--seed {options.seed})")

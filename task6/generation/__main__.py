@@ -19,7 +19,7 @@ from common.timing import IMPOSSIBLE, ImpossibleRate, reference
 from task6.generation import bars, endurance, graded, plot, table
 from task6.generation.benchmark import DTYPES, Case, Found, prepare, run
 from task6.generation.config import CONFIGS, find_config
-from task6.generation.parallel import Group, LostProcess, processes, world_size
+from task6.generation.parallel import Group, LostProcess, processes, processes_here, world_size
 from task6.generation.peers import COMPILED, ONE_LAUNCH, PEERS, Make, compiled, one_launch
 from task6.generation.record import GRADED_SOURCES, Record, Tables, Times, load, origin, save
 
@@ -95,6 +95,8 @@ def _parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.tokens is not None and options.tokens < 1:
         parser.error(f"--tokens must be at least 1; got {options.tokens}")
+    if options.tokens and (options.profile or options.compiled):
+        parser.error("--profile and --compiled are for the times of a case, not for --tokens")
     if options.device == "cuda" and not cuda:
         parser.error("--device cuda: PyTorch sees no GPU here")
     if options.bars and options.device == "cpu":
@@ -121,10 +123,11 @@ def _run(options: argparse.Namespace) -> int:
     case = Case(
         options.config, options.batch, options.prompt, options.new_tokens, options.dtype, options.products
     )  # fmt: skip
-    world, cuda = world_size(), options.device == "cuda"
-    if cuda and (local := int(os.environ.get("LOCAL_RANK", "0"))) >= torch.cuda.device_count():
+    load()  # a broken one is found before anything is timed
+    world = world_size()
+    if options.device == "cuda" and (here := processes_here()) > torch.cuda.device_count():
         raise ValueError(
-            f"each process needs a GPU of its own: there are {torch.cuda.device_count()}; got process {local}"
+            f"each process needs a GPU of its own: there are {torch.cuda.device_count()}; got {here} processes"
         )
     find_config(bars.COURSE.config if options.bars else case.config).share(world)
     with processes(device_of(options.device)) as group:
@@ -139,7 +142,8 @@ def _run(options: argparse.Namespace) -> int:
 def _time(case: Case, options: argparse.Namespace, group: Group) -> int:
     """Time one case, and print it."""
     asked = dict(profile=options.profile, seed=options.seed, peers=_peers(options, group))
-    found = run(case, device=options.device, group=group, **asked)
+    with console.status(f"timing {case}"):
+        found = run(case, device=options.device, group=group, **asked)
     if group.rank > 0:
         return 0
     _describe(found)

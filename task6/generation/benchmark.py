@@ -15,7 +15,7 @@ from task6.generation.breakdown import STEPS, Part, breakdown, phases
 from task6.generation.config import Config, find_config
 from task6.generation.decoder import ROWS, Decoder
 from task6.generation.measure import Speed, generate, measure, same_tokens, step_bytes
-from task6.generation.parallel import Group
+from task6.generation.parallel import Group, processes_here
 from task6.generation.peers import ONE_LAUNCH, Make
 from task6.generation.weights import Weights, expect_room
 
@@ -78,7 +78,11 @@ class Case:
         if self.products == "tensor cores" and can_split(dtype, device):  # the weights' parts
             inside = share.heads * share.head_dim
             elements += share.layers * share.hidden * (share.qkv_rows + inside + 3 * share.inner)
-        expect_room(f"weights, cache and activations of {self}", elements, dtype, device)
+        what = f"weights, cache and activations of {self}"
+        if device.type == "cpu" and group.world > 1:  # the processes share its memory
+            here = processes_here()
+            elements, what = here * elements, f"{what}, of {here} processes,"
+        expect_room(what, elements, dtype, device)
         return share
 
 
@@ -190,7 +194,7 @@ def run(
     decoder, prompt = prepare(case, device, seed, group)
     tokens = generate(decoder, prompt, case.new_tokens)
     c, size = decoder.config, DTYPES[case.dtype].itemsize
-    held = size * (c.weights + c.cache(case.batch, decoder.max_seq_len))
+    held = size * (decoder.weights.count + c.cache(case.batch, decoder.max_seq_len))
     found = Found(case, group.world, step_bytes(decoder, case.middle), held)
     if cuda:
         found.clock = _clock()  # the steps are queued, and still run

@@ -110,12 +110,7 @@ class Decoder:
         Raises:
             ValueError: another shape, ids that are not in the vocabulary, or no position left for a new token.
         """
-        expect("prompt", prompt, shape=(self.batch, "seq"), dtype=torch.int64, device=self.tokens.device)  # fmt: skip
-        seq = prompt.shape[1]
-        if not 1 <= seq < self.max_seq_len:
-            raise ValueError(
-                f"a prompt must have from 1 to {self.max_seq_len - 1} tokens; got {seq}"
-            )
+        seq = self._length_of(prompt)
         low, high = (int(n) for n in prompt.aminmax())
         if low < 0 or high >= self.config.vocab:
             raise ValueError(
@@ -151,7 +146,7 @@ class Decoder:
         Raises:
             ValueError: as :meth:`prefill`; or more new tokens than there are positions left.
         """
-        room = self.max_seq_len - prompt.shape[-1] + 1
+        room = self.max_seq_len - self._length_of(prompt) + 1
         if not 1 <= max_new_tokens <= room:
             raise ValueError(f"max_new_tokens must be from 1 to {room}; got {max_new_tokens}")
         new = torch.empty(self.batch, max_new_tokens, dtype=torch.int64, device=self.tokens.device)
@@ -159,6 +154,16 @@ class Decoder:
         for i in range(1, max_new_tokens):
             new[:, i : i + 1] = self.step()
         return new
+
+    def _length_of(self, prompt: Tensor) -> int:
+        """Tokens of a prompt that fits."""
+        expect("prompt", prompt, shape=(self.batch, "seq"), dtype=torch.int64, device=self.tokens.device)  # fmt: skip
+        seq = prompt.shape[1]
+        if not 1 <= seq < self.max_seq_len:
+            raise ValueError(
+                f"a prompt must have from 1 to {self.max_seq_len - 1} tokens; got {seq}"
+            )
+        return seq
 
     def _step(self) -> None:
         if self.one_launch is not None:

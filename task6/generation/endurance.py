@@ -10,6 +10,7 @@ from torch import Tensor
 from common.record.grid import Grid
 from task6.generation.decoder import Decoder
 from task6.generation.measure import generate
+from task6.generation.weights import expect_room
 
 GROWTH = 16e6  # bytes of the process, at most; of the GPU's memory none
 
@@ -27,17 +28,22 @@ def run(
         seed: of the prompts.
         say: receives a line of progress now and then.
 
+    Returns:
+        The bars: tokens that differ, and growth of memory from the second text on, if more than two follow.
+
     Raises:
         ValueError: a text does not fit the decoder's cache.
+        NotEnoughMemory: all tokens do not fit in the host's memory; nothing was generated.
     """
     if prompt + each > decoder.max_seq_len:
         raise ValueError(
             f"a prompt of {prompt} and {each} new tokens need as many positions; the cache has {decoder.max_seq_len}"
         )
+    expect_room(
+        "the tokens of both runs", 2 * decoder.batch * total, torch.int64, torch.device("cpu")
+    )
     begin = time.perf_counter()
-    kept = torch.full(
-        (2, decoder.batch, total), -1
-    )  # on the CPU, filled before memory is looked at
+    kept = torch.full((2, decoder.batch, total), -1)  # filled before memory is looked at
     before: tuple[int, ...] = ()
     texts = 0
     for again in range(2):
@@ -59,13 +65,14 @@ def run(
         ["", "found", "at most"],
     )
     different = int((kept[0] != kept[1]).sum())
-    growth = [b - a for a, b in zip(before, after, strict=True)]
-    for name, value, at_most in (
-        ("tokens that differ the second time", different, 0),
-        ("growth of allocated GPU memory, MB", growth[0] / 1e6, 0),
-        ("growth of reserved GPU memory, MB", growth[1] / 1e6, 0),
-        ("growth of the process's memory, MB", growth[2] / 1e6, GROWTH / 1e6),
-    ):
+    judged: list[tuple[str, float, float]] = [("tokens that differ the second time", different, 0)]
+    if texts > 2:  # else none came behind the first look
+        growth = [(b - a) / 1e6 for a, b in zip(before, after, strict=True)]
+        if decoder.tokens.is_cuda:
+            judged.append(("growth of allocated GPU memory, MB", growth[0], 0))
+            judged.append(("growth of reserved GPU memory, MB", growth[1], 0))
+        judged.append(("growth of the process's memory, MB", growth[2], GROWTH / 1e6))
+    for name, value, at_most in judged:
         grid.rows.append([name, grid.judged(value, at_most, at_most=True), f"{at_most:g}"])
     return grid
 

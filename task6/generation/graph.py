@@ -11,7 +11,7 @@ class GraphedStep:
 
     Args:
         tokens, lengths: what a step advances.
-        positions: how many there are. A graph of a step past the last one would write past its buffers.
+        positions: how many there are. Past the last one a step has nowhere to write.
     """
 
     def __init__(self, tokens: Tensor, lengths: Tensor, positions: int) -> None:

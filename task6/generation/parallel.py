@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 TIMEOUT = timedelta(seconds=40)  # after which a process that waits for another one gives up
+MEETING = 50.0  # seconds that the processes have to find each other: PyTorch's own limit does not hold for all waits
 LONGEST_SUM = timedelta(minutes=10)  # with NCCL, where a heartbeat finds lost processes
 SMALL = 1 << 20  # bytes of a sum that each GPU reads from the others' memory itself
 _LOST = re.compile(r"connection|timed? ?out|broken pipe|socket", re.IGNORECASE)
@@ -252,13 +253,19 @@ def world_size() -> int:
     return world
 
 
+def processes_here() -> int:
+    """How many of them torchrun has started on this host."""
+    last = int(os.environ.get("LOCAL_RANK", "0"))
+    return max(last + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 @contextmanager
 def processes(device: torch.device) -> Iterator[Group]:
     """The group that torchrun has started, or this process alone.
 
     Raises:
         ValueError: as :func:`world_size`.
-        LostProcess: the others do not come.
+        LostProcess: the others do not come, or cannot be found.
     """
     world = world_size()
     if world == 1:
@@ -267,7 +274,7 @@ def processes(device: torch.device) -> Iterator[Group]:
     group, nccl = Group(int(os.environ["RANK"]), world), device.type == "cuda"
     if nccl:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    with _lost(group):
+    with _lost(group), _meeting(group):
         store, *_ = next(rendezvous("env://", timeout=TIMEOUT))
         limit = LONGEST_SUM if nccl else TIMEOUT
         backend = "nccl" if nccl else "gloo"
@@ -294,6 +301,25 @@ def _lost(group: Group) -> Iterator[None]:
         if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
             raise
         raise LostProcess(_sentence(group, error)) from error
+
+
+@contextmanager
+def _meeting(group: Group) -> Iterator[None]:
+    """The processes find each other, at the port that torchrun names; or this one ends."""
+    who, where = f"process {group.rank} of {group.world}", os.environ.get("MASTER_PORT")
+    late = threading.Timer(MEETING, _end, [f"{who} has found no others in {MEETING:.0f} s"])
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    except ValueError as error:  # of this process's environment alone
+        raise LostProcess(f"{who} cannot find the others: {error}") from error
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise LostProcess(f"{who}: port {where} is in use by another program") from error
+    finally:
+        late.cancel()
 
 
 def _sentence(group: Group, error: Exception) -> str:

@@ -133,8 +133,19 @@ def test_a_step_past_the_last_position_is_refused():
     ],
 )
 def test_prompts_that_do_not_fit(prompt, message):
-    with pytest.raises(ValueError, match=message):
-        Decoder(Weights.of(plain()), 1, 9).prefill(prompt.to(DEVICE))
+    decoder = Decoder(Weights.of(plain()), 1, 9)
+    for begin in (decoder.prefill, lambda prompt: decoder.generate(prompt, 1)):
+        with pytest.raises(ValueError, match=message):
+            begin(prompt.to(DEVICE))
+
+
+@pytest.mark.parametrize("config", [CONFIGS["tiny"], Config(2, 128, 4, 2, 64, 64, 100, tied=True)])
+def test_the_parameters_of_a_share(config):
+    """Of an untied model a process has its own rows of the logits' matrix alone."""
+    assert Weights.random(config).count == config.weights
+    half = Weights.random(config, group=Group(0, 2))
+    rows = 0 if config.tied else config.vocab // 2 * config.hidden
+    assert half.count == config.share(2).weights - rows
 
 
 def test_configurations():

@@ -70,7 +70,7 @@ def test_a_number_of_processes_that_does_not_divide(monkeypatch, capsys):
 def test_many_tokens_through_the_command(folder, capsys):
     assert command.main([*SMALL, "--tokens", "14"]) == 0
     shown = capsys.readouterr().out
-    assert "14 tokens for each of 2 sequences, in 3 texts" in shown and "4 of 4 bars met" in shown
+    assert "14 tokens for each of 2 sequences, in 3 texts" in shown and "2 of 2 bars met" in shown
     assert not record.TABLE.exists()  # of a CPU nothing is kept
 
 
@@ -89,6 +89,26 @@ def test_an_environment_that_is_not_torchruns(environment, message, monkeypatch,
     with pytest.raises(SystemExit) as end:
         command.main(SMALL)
     assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "Expecting value: line 1 column 1"),
+        ("<<<<<<< HEAD\n{}", "Expecting value"),
+        ("[]", "an object was expected; got list"),
+        ('{"bars": 3}', "'int' object has no attribute"),
+        ('{"bars": {}}', "missing 2 required"),
+        ('{"words": 1}', "no field 'words'"),
+    ],
+)
+def test_a_broken_record_is_named_before_anything_runs(folder, capsys, content, message):
+    record.TABLE.write_text(content)
+    for arguments in (["--render"], SMALL):
+        assert command.main(arguments) == 1
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"{record.TABLE} is no record of this version" in shown and message in shown
+    assert record.TABLE.read_text() == content
 
 
 def test_results_that_were_not_measured(folder):
@@ -124,9 +144,12 @@ def test_the_bars_of_a_gpu_are_kept(on_gpu, folder, monkeypatch, capsys):
     on_gpu[COURSE].speeds[OURS] = speed(84.0, 2.0)  # 13 GB in 2 ms
     assert command.main(["--bars"]) == 1
     assert "2 ms for a step is impossible: its bytes take 3.25 ms" in capsys.readouterr().out
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert command.main(["--bars"]) == 1
-    assert "each process needs a GPU of its own: there are 1" in capsys.readouterr().out
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # each process says so, the first one of them aloud
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert command.main(["--bars"]) == 1
+        said = "each process needs a GPU of its own: there are 1; got 2" in capsys.readouterr().out
+        assert said == (rank == "0")
 
 
 def test_the_bars_of_two_gpus_are_kept_beside_them(on_gpu, folder, monkeypatch):

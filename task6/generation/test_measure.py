@@ -21,6 +21,7 @@ from task6.generation import breakdown as parts
 from task6.generation.benchmark import OURS, Case, run
 from task6.generation.breakdown import GAPS
 from task6.generation.measure import generate, measure, step_bytes
+from task6.generation.parallel import Group
 
 PLAIN = Config(2, 128, 2, 2, 64, 512, 61)  # task 6's model has this architecture too
 GROUPED = Config(2, 256, 4, 2, 64, 320, 97, tied=True, rope_base=500.0, eps=1e-5)
@@ -111,6 +112,16 @@ def test_a_case_is_measured(monkeypatch):
 def test_cases_that_make_no_sense(change, message):
     with pytest.raises(ValueError, match=message):
         replace(TINY, **change)
+
+
+def test_processes_of_one_host_share_its_memory(monkeypatch):
+    """On a CPU; each GPU has its own."""
+    case, alone = Case("course", 1, 4, 2, "float32"), []
+    monkeypatch.setattr(benchmark, "expect_room", lambda what, n, *_: alone.append((what, n)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for device in ("cpu", "cuda"):
+        case.expect_room(torch.device(device), Group(0, 2))
+    assert alone[0][1] == 2 * alone[1][1] and alone[0][0].endswith(", of 2 processes,")
 
 
 def test_what_does_not_fit_is_known_before_anything_is_made(monkeypatch):
@@ -210,14 +221,22 @@ class Repeats:
 def test_many_tokens_twice(monkeypatch):
     said = []
     grid = endurance.run(Repeats(), 5, 7, 20, 1, said.append)
-    assert grid.bars == [True] * 4 and said[-1].startswith("20 of 20 tokens, again: ")
+    assert grid.bars == [True] * 2 and said[-1].startswith("20 of 20 tokens, again: ")
     assert grid.title.startswith("20 tokens for each of 2 sequences, in 3 texts, twice, in ")
     assert not endurance.run(Repeats(wrong=9), 5, 7, 20, 1, said.append).bars[0]
     with pytest.raises(ValueError, match="a prompt of 5 and 8 new tokens need .* has 12"):
         endurance.run(Repeats(), 5, 8, 20, 1, said.append)
     growing = iter([(0, 0, 0), (1, 2, 10**8)])
-    monkeypatch.setattr(endurance, "memory", lambda device: next(growing))
-    assert endurance.run(Repeats(), 5, 7, 20, 1, said.append).bars == [True, False, False, False]
+    monkeypatch.setattr(endurance, "memory", lambda device: next(growing, (0, 0, 0)))
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(torch.Tensor, "is_cuda", True)
+        bars = endurance.run(Repeats(), 5, 7, 20, 1, said.append).bars
+    assert bars == [True, False, False, False]
+    assert (
+        len(endurance.run(Repeats(), 5, 7, 7, 1, said.append).bars) == 1
+    )  # no text behind the first look
+    with pytest.raises(NotEnoughMemory, match="the tokens of both runs need .* are free on cpu"):
+        endurance.run(Repeats(), 5, 7, 10**20, 1, said.append)
 
 
 def test_the_memory_of_this_process_is_known():

@@ -125,6 +125,43 @@ def test_the_others_end_when_one_is_lost(port):
     )
 
 
+def test_a_port_of_another_program():
+    """Process 0 cannot listen there, and process 1 gets no answer."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        both = [start(rank, 2, port, "--new-tokens", "4") for rank in range(2)]
+        shown, errors = zip(*(process.communicate(timeout=90) for process in both), strict=True)
+    assert [process.returncode for process in both] == [1, 1]
+    assert (
+        shown[0] == f"task6.generation: process 0 of 2: port {port} is in use by another program\n"
+    )
+    assert shown[1].startswith("task6.generation: process 1 of 2 has ")
+    assert not any("Traceback" in text for text in errors)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("MASTER_ADDR", None, "environment variable MASTER_ADDR expected, but not set"),
+        ("MASTER_PORT", "a", "invalid literal for int"),
+    ],
+)
+def test_an_environment_of_one_process_alone(name, value, message, port):
+    variables = os.environ | environment(1, 2, port) | ({name: value} if value else {})
+    if value is None:
+        del variables[name]
+    shown = subprocess.run(
+        [sys.executable, *COMMAND],
+        cwd=ROOT,
+        env=variables,
+        text=True,
+        capture_output=True,
+        timeout=90,
+    )
+    assert shown.returncode == 1
+    assert "process 1 of 2 cannot find the others: " in shown.stdout and message in shown.stdout
+
+
 def text_after_text(rank, world, port):
     """Until it is killed."""
     os.environ.update(environment(rank, world, port))

@@ -33,6 +33,13 @@ class Weights:
     norm: Tensor  # (hidden,)
     lm_head: Tensor  # (vocab, hidden), or a process's rows of it; the embedding itself where they are tied
 
+    @property
+    def count(self) -> int:
+        """How many parameters this process has."""
+        of_layers = (t for layer in self.layers for t in vars(layer).values())
+        head = () if self.config.tied else (self.lm_head,)
+        return sum(t.numel() for t in (self.embedding, self.norm, *of_layers, *head))
+
     @classmethod
     def of(cls, model: customModel) -> "Weights":
         """The weights of a :class:`task6.model.customModel`, shared with it.
