@@ -36,7 +36,7 @@ class Comparison:
     """One GPT-2 that continues a prompt in each way of ``TITLES``; the last of them is the reference.
 
     Only one text is generated at a time, so one model serves all: ``use`` switches it in between, and its weights are
-    in memory once. A way that cannot run this model is left out.
+    in memory once. A way that ``use`` refuses for this model is left out.
 
     Args:
         model: in any way.
@@ -45,13 +45,15 @@ class Comparison:
 
     Attributes:
         paths: the ways that there are, in the order in which they run.
+        left_out: the others, and why.
     """
 
     def __init__(
         self, model: ModelWithCustomAttention, title: str, most_new_tokens: int = 200
     ) -> None:
         self.model, self.title = model, title
-        self.paths = [path for path in TITLES if _fits(model, path)]
+        self.left_out = {path: why for path in TITLES if (why := _why_not(model, path))}
+        self.paths = [path for path in TITLES if path not in self.left_out]
         most_new_tokens = min(most_new_tokens, model.max_seq_len - 1)
         self.numbers = {
             "max_new_tokens": Number(min(60, most_new_tokens), 1, most_new_tokens),
@@ -188,12 +190,13 @@ class Comparison:
         return " ".join(sentences)
 
 
-def _fits(model: ModelWithCustomAttention, path: str) -> bool:
+def _why_not(model: ModelWithCustomAttention, path: str) -> str:
+    """Why this way cannot run the model; "" if it can."""
     try:
         model.use(path)
-    except ValueError:
-        return False
-    return True
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def first_difference(ours: Sequence[int], reference: Sequence[int]) -> int | None:

@@ -27,12 +27,19 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from task4.prefill import fast_attention
 from task5.ladder import append_rope, decode_attention
-from task6.generation.config import HEAD_DIMS
+from task6.generation.config import HEAD_DIMS, WIDTH
 from task6.generation.graph import GraphedStep
 from task6.generation.persistent import PersistentStep, StepModel, by_default
 from task6.generation.product import MAX_ROWS, product
 from task6.generation.weights import expect_room
-from task7.streaming import expect_steps
+from task7.streaming import expect_finite, expect_steps
+
+# What a config may change, and the loop's kernels do not have.
+EXPECTED = {
+    "activation_function": "gelu_new",
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+}
 
 
 class Gpt2Decoder:
@@ -248,7 +255,7 @@ class Gpt2Decoder:
         )  # fmt: skip
 
     def _few_rows(self, seen: list[Tensor] | None) -> None:
-        """A step: four products a layer, with norms, biases, GELU and residuals in them."""
+        """A step: four products per layer, with norms, biases, GELU and residuals in them."""
         t, eps = self.model.transformer, self.model.config.layer_norm_epsilon
         x = F.embedding(self.tokens, t.wte.weight) + F.embedding(self.lengths - 1, t.wpe.weight)
         for block, (k_cache, v_cache) in zip(self._blocks, self.cache, strict=True):
@@ -328,16 +335,18 @@ class _Block(NamedTuple):
 
 
 def check_model(config: GPT2Config) -> None:
-    """ValueError for a GPT-2 that the loop cannot run: of other heads, activation or scaling of scores."""
+    """ValueError for a GPT-2 that the loop cannot run: of other sizes, activation or scaling of scores."""
+    if config.n_layer < 1:
+        raise ValueError(f"n_layer must be at least 1; got {config.n_layer}")
     head_dim = config.n_embd // config.n_head
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")
-    if (
-        config.activation_function != "gelu_new"
-        or not config.scale_attn_weights
-        or config.scale_attn_by_inverse_layer_idx
-    ):
-        raise ValueError("the model must have GPT-2's own activation and scaling of scores")
+    inner = 4 * config.n_embd if config.n_inner is None else config.n_inner
+    if inner < 1 or inner % WIDTH:
+        raise ValueError(f"n_inner must be a positive multiple of {WIDTH}; got {inner}")
+    for name, own in EXPECTED.items():
+        if (value := getattr(config, name)) != own:
+            raise ValueError(f"{name} must be {own!r}, GPT-2's own; got {value!r}")
 
 
 class Gpt2Loop:
@@ -381,7 +390,8 @@ class Gpt2Loop:
 
         Raises:
             ValueError: as :meth:`Gpt2Decoder.generate`, transformers and :func:`task7.streaming.expect_steps`, before
-                anything runs; a trace of padded prompts.
+                anything runs; a trace of padded prompts; NotFinite at the end of a text whose last logits are not
+                finite, unless it is traced.
             NotEnoughMemory: the cache does not fit on the device.
         """
         decode = partial(self._decode, mask=attention_mask, out=streamer)
@@ -420,7 +430,13 @@ class Gpt2Loop:
         def choose(logits: Tensor) -> Tensor:
             nonlocal text
             scores = logits_processor(text, logits.to(torch.float32, copy=True))
-            chosen = torch.multinomial(scores.softmax(-1), 1) if sample else scores.argmax(-1, True)
+            try:
+                chosen = (
+                    torch.multinomial(scores.softmax(-1), 1) if sample else scores.argmax(-1, True)
+                )
+            except RuntimeError:  # nothing can be drawn from NaN
+                expect_finite(logits, model.dtype)
+                raise
             text = torch.cat((text, chosen), 1)
             return chosen[:, 0]
 
@@ -446,6 +462,7 @@ class Gpt2Loop:
                 break
         sequences = torch.cat((tokens, torch.tensor(new, device=tokens.device).T), 1)
         if not trace:
+            expect_finite(decoder.logits, model.dtype)
             return sequences
         return GenerateDecoderOnlyOutput(
             sequences=sequences, logits=tuple(logits), hidden_states=tuple(map(tuple, seen))

@@ -7,12 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 
 import torch
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions
 from rich.live import Live
 from rich.text import Text
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import BaseStreamer, GenerationMode
+
+from common.dtypes import dtype_name
 
 
 def expect_steps(config: GenerationConfig) -> None:
@@ -22,6 +24,19 @@ def expect_steps(config: GenerationConfig) -> None:
         raise ValueError(
             "one token per step is expected, from greedy decoding or sampling; the model's generation_config.json asks "
             f"for {mode.value.replace('_', ' ')}"
+        )
+
+
+class NotFinite(ValueError):
+    """Logits that are NaN or infinite: no token can be chosen from them."""
+
+
+def expect_finite(logits: Tensor, dtype: torch.dtype, of: str = "the model") -> None:
+    """NotFinite for logits that are; ``dtype`` is that of the activations from which they come. Waits for a GPU."""
+    if not logits.isfinite().all():
+        raise NotFinite(
+            f"the logits of {of} must be finite; got NaN or infinity in {dtype_name(dtype)}, whose largest number is "
+            f"{torch.finfo(dtype).max:g}"
         )
 
 
@@ -133,7 +148,7 @@ def print_texts(prompts: Sequence[str], pieces: Generator[list[str]]) -> None:
     """Print prompts and their new text.
 
     The text of one prompt is printed as it comes. Several have a block each: on a terminal all blocks grow together,
-    elsewhere they are printed when they are complete.
+    as far as they fit, elsewhere they are printed when they are complete.
     """
     with closing(pieces):
         if len(prompts) == 1:
@@ -142,19 +157,33 @@ def print_texts(prompts: Sequence[str], pieces: Generator[list[str]]) -> None:
                 print(piece, end="", flush=True)
             print("\n")
             return
-        texts = [""] * len(prompts)
-        console = Console()
-        with Live(console=console) if console.is_terminal else nullcontext() as live:
-            for new in pieces:
-                texts = [text + piece for text, piece in zip(texts, new, strict=True)]
-                if live:
-                    live.update(Group(*_blocks(prompts, texts)))
+        blocks, console = _Blocks(prompts), Console()
+        with Live(blocks, console=console) if console.is_terminal else nullcontext() as live:
+            try:
+                for new in pieces:
+                    blocks.add(new)
+            finally:
+                blocks.growing = False
         if not live:
-            for prompt, text in zip(prompts, texts, strict=True):
+            for prompt, text in zip(prompts, blocks.texts, strict=True):
                 print(f"\n{prompt}{text}")
         print()
 
 
-def _blocks(prompts: Sequence[str], texts: Sequence[str]) -> Iterator[Text]:
-    for prompt, text in zip(prompts, texts, strict=True):
-        yield Text.assemble("\n", (prompt, "bold"), text)
+class _Blocks:
+    """Prompts and their new texts: while they grow, the last rows of each, so that all fit on the screen."""
+
+    def __init__(self, prompts: Sequence[str]) -> None:
+        self.prompts, self.texts = prompts, [""] * len(prompts)
+        self.growing = True
+
+    def add(self, pieces: Sequence[str]) -> None:
+        self.texts = [text + piece for text, piece in zip(self.texts, pieces, strict=True)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Called by rich."""
+        most = max(1, console.height // len(self.prompts) - 1)  # and an empty row above them
+        for prompt, text in zip(self.prompts, self.texts, strict=True):
+            rows = Text.assemble((prompt, "bold"), text).wrap(console, options.max_width)
+            yield Text()
+            yield from rows[-most:] if self.growing else rows

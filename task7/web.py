@@ -8,12 +8,14 @@ speed would be right. Weights, options and seed are the same for all, so the tex
     GET  /model       what runs here, and the numbers that a request may ask for
     POST /generate    a prompt and numbers as JSON; a line of JSON for each new token, and a last one that compares
 
-What is wrong with a request is a status from 400 on and ``{"error": "a sentence"}``, before anything runs.
+What is wrong with a request that reaches the application is a status from 400 on and ``{"error": "a sentence"}``,
+before anything runs; uvicorn itself refuses what is not HTTP.
 """
 
 import argparse
 import asyncio
 import json
+import logging
 import os
 import socket
 import sys
@@ -30,7 +32,7 @@ import torch
 from common.build import BuildError, KernelError
 from common.dtypes import dtype_name
 from common.memory import NotEnoughMemory
-from task7.comparison import Comparison, short
+from task7.comparison import TITLES, Comparison, short
 from task7.find import HUB_MODELS, TINY, find_model
 from task7.model import ModelWithCustomAttention
 
@@ -55,7 +57,7 @@ PORT = 8007
 PAGE = Path(__file__).with_suffix(".html")
 DTYPES = {dtype_name(d): d for d in (torch.float32, torch.float16, torch.bfloat16)}
 MOST_BYTES = 64 * 1024  # of a request; GPT-2's 1,024 tokens are some 5 KB of English
-SECONDS = 2  # that a step may take after Ctrl-C
+SECONDS = 2  # that a step, or a request that is half here, may take after Ctrl-C
 BUSY = (
     "another text is being generated. Only one runs at a time, so that the speeds are right: "
     "try again when it has ended"
@@ -149,7 +151,7 @@ def make_app(comparison: Comparison) -> Starlette:
             Route("/generate", generate, methods=["POST"]),
         ],
         middleware=[Middleware(_OwnHost)],
-        exception_handlers={HTTPException: _error, ClientDisconnect: _nobody, Exception: _failure},
+        exception_handlers={HTTPException: _error, ClientDisconnect: _gone, Exception: _failure},
     )
     app.state.busy, app.state.generation = busy, None
     return app
@@ -206,8 +208,8 @@ async def _failure(request: Request, error: Exception) -> Response:
     return _refusal(500, f"{type(error).__name__}: {error}")  # its traceback is printed
 
 
-async def _nobody(request: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # the client went away while it sent: nobody reads this
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=400)  # the client went away while it sent: this is not read
 
 
 class Server(uvicorn.Server):
@@ -217,6 +219,8 @@ class Server(uvicorn.Server):
         """Called by the signal."""
         if generation := self.config.app.state.generation:
             generation.end()
+        # A request that it cuts off now is no error.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         super().handle_exit(sig, frame)
 
 
@@ -231,7 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"open http://{HOST}:{listener.getsockname()[1]} in a browser; Ctrl-C ends it",
                 flush=True,
             )
-            config = uvicorn.Config(app, log_level="error", lifespan="off")
+            config = uvicorn.Config(
+                app, log_level="error", lifespan="off", timeout_graceful_shutdown=SECONDS
+            )
             Server(config).run(sockets=[listener])
     except KeyboardInterrupt:
         pass
@@ -277,8 +283,10 @@ def _comparison(options: argparse.Namespace) -> Comparison:
         print(says, flush=True)
         model = ModelWithCustomAttention(folder, device=options.device, dtype=DTYPES[options.dtype])
         comparison = Comparison(model, says, options.max_new_tokens)
+        for path, why in comparison.left_out.items():
+            print(f"without {TITLES[path]}: {why}", flush=True)
         comparison.warm_up()
-    except (ValueError, NotEnoughMemory, BuildError, KernelError) as error:
+    except (ValueError, NotEnoughMemory, BuildError, KernelError, torch.OutOfMemoryError) as error:
         sys.exit(f"error: {error}")
     except NotImplementedError as error:
         sys.exit(f"error: task 7 runs on the kernels of tasks 4 and 5: {error}")

@@ -113,10 +113,16 @@ def test_prompts_that_do_not_fit(prompts, new, message):
 def test_models_that_do_not_fit():
     for change, message in (
         ({"n_head": 2}, r"head_dim must be one of \(64, 128\); got 32"),
-        ({"activation_function": "relu"}, "GPT-2's own activation"),
+        (
+            {"activation_function": "relu"},
+            "activation_function must be 'gelu_new', GPT-2's own; got 'relu'",
+        ),
+        ({"scale_attn_weights": False}, "scale_attn_weights must be True, GPT-2's own; got False"),
+        ({"n_inner": 100}, "n_inner must be a positive multiple of 8; got 100"),
+        ({"n_layer": 0}, "n_layer must be at least 1; got 0"),
     ):
         config = GPT2Config(
-            vocab_size=50, n_embd=64, n_layer=1, n_positions=40, **({"n_head": 1} | change)
+            vocab_size=50, n_embd=64, n_positions=40, **({"n_head": 1, "n_layer": 1} | change)
         )
         with pytest.raises(ValueError, match=message):
             Gpt2Decoder(GPT2LMHeadModel(config), 1, 40)

@@ -14,7 +14,7 @@ from task7.attention import NAME, course_attention, course_mask, kernel_calls
 from task7.bisection import bisect
 from task7.decoder import Gpt2Decoder
 from task7.inference import PROMPT, TINY, TINY_FOLDER, ModelWithCustomAttention
-from task7.streaming import Meter
+from task7.streaming import Meter, NotFinite
 
 PROMPTS = ("Once upon a time there was", "Why?", "One morning, Mira walked to")
 
@@ -180,6 +180,21 @@ def test_closing_a_stream_ends_its_thread(loop):
     assert loop.generate("Once upon", 3)  # the lock is free
 
 
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 1}], ids=["greedy", "sampled"])
+def test_logits_that_are_not_finite(loop, monkeypatch, options):
+    real = decoder.decode_attention
+    monkeypatch.setattr(decoder, "decode_attention", lambda *a, **o: real(*a, **o) * torch.nan)
+    pieces = loop.stream(PROMPTS, 4, **options)
+    assert next(pieces)  # the prompts' own are finite
+    with pytest.raises(
+        NotFinite, match="of the model must be finite; got NaN or infinity in float32"
+    ):
+        list(pieces)
+    with pytest.raises(NotFinite):
+        loop.generate(PROMPTS, 4, **options)
+    assert loop.generate(PROMPTS, 1, **options)
+
+
 # ---- what does not fit
 
 
@@ -217,7 +232,7 @@ def test_a_cache_that_does_not_fit_is_refused(loop, monkeypatch):
 def test_a_model_that_the_loop_cannot_run(monkeypatch):
     model = in_path("reference")
     monkeypatch.setattr(model.model.config, "activation_function", "relu")
-    with pytest.raises(ValueError, match="GPT-2's own activation"):
+    with pytest.raises(ValueError, match="activation_function must be 'gelu_new'"):
         model.use("loop")
     assert model.generate("Once", 2)  # as before
 

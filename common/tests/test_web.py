@@ -186,6 +186,7 @@ def test_a_model_that_the_loop_cannot_run_goes_without_it(model, monkeypatch):
     monkeypatch.setattr(model, "_loop", None)
     comparison = web.Comparison(model, "model: tiny")
     assert comparison.paths == ["generate", "reference"]
+    assert comparison.left_out == {"loop": "head_dim must be 64, 128 or 256; got 32"}
     *events, last = comparison.events(**comparison.checked({"prompt": ONCE, "max_new_tokens": 3}))
     assert len(events) == 6 and last["differs"] == {"generate": None}
 
@@ -421,6 +422,35 @@ def test_a_connection_that_is_closed_and_ctrl_c():
         said, errors = process.communicate(timeout=20)
         assert (process.returncode, said, errors) == (130, "\ninterrupted\n", "")
         assert time.monotonic() - began < 5
+
+
+def test_ctrl_c_while_a_client_sends():
+    head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n"
+    with served() as (process, port), socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(f'{head}{{"pro'.encode())
+        time.sleep(0.5)  # the server has it
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=20)
+        assert (process.returncode, said, errors) == (130, "\ninterrupted\n", "")
+
+
+def test_a_model_that_does_not_fit_in_memory(monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(web, "ModelWithCustomAttention", fail)
+    with pytest.raises(SystemExit, match="error: CUDA out of memory"):
+        web.main(["--port", "0", "--model", TINY])
+
+
+def test_a_way_that_is_left_out_is_said(capsys, monkeypatch):
+    def refuse(config):
+        raise ValueError("n_inner must be a positive multiple of 8; got 100")
+
+    monkeypatch.setattr(decoder, "check_model", refuse)
+    comparison = web._comparison(web._parse(["--model", TINY, "--device", "cpu"]))
+    assert comparison.paths == ["generate", "reference"]
+    assert "without Our own loop: n_inner must be a positive mul" in capsys.readouterr().out
 
 
 def test_what_keeps_the_server_from_starting(capsys):
