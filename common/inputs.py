@@ -175,11 +175,20 @@ def check_cache(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
     check_device(k_cache)
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
         check_contiguous_rows(name, tensor)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if any(n > 1 and s == 0 for n, s in zip(cache.shape, cache.stride(), strict=True)):
-            raise ValueError(
-                f"{name} is written in place and must not be expanded; got strides {cache.stride()}"
-            )
+    check_written(k_cache=k_cache, v_cache=v_cache)
+
+
+def check_written(**tensors: Tensor) -> None:
+    """ValueError for an expanded tensor, or one whose rows overlap: what is written must be in memory once."""
+    for name, tensor in tensors.items():
+        extent = 0  # from the first to the last element of the dimensions with smaller strides
+        for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if n > 1 and stride <= extent:
+                raise ValueError(
+                    f"{name} is written in place, so it must not be expanded nor have rows that overlap; got"
+                    f" {describe(tensor)} with strides {tensor.stride()}"
+                )
+            extent += (n - 1) * stride
 
 
 def check_lengths(name: str, lengths: Tensor | None, q: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -56,15 +57,10 @@ def _left_in_groups() -> Iterator[int]:
         root = CGROUPS / kinds
         folder = root / own.lstrip("/")
         for group in (folder, *folder.parents):
-            try:
+            # A group may have no limit ("max"), and of some a container sees nothing.
+            with suppress(OSError, ValueError, KeyError):
                 found = {key: int(n) for key, n in map(str.split, _lines(group / "memory.stat"))}
                 yield int(*_lines(group / limit)) - int(*_lines(group / used)) + found[cache]
-            except (
-                OSError,
-                ValueError,
-                KeyError,
-            ):  # no limit ("max"), or a group of which this one sees nothing
-                pass
             if group == root:
                 break
 

@@ -243,7 +243,7 @@ TASK5 = [
     Row("cache: more rows than it has", lambda t: update(*caches(t, 2, 8, 64), *caches(t, 2, 9, 64), 0),
         "9 new positions", "cache of 8"),
     Row("cache: expanded", lambda t: update(t(1, 8, 64).expand(2, 8, 64), t(2, 8, 64), *caches(t, 2, 1, 64), 0),
-        "k_cache is written in place and must not be expanded", "strides (0, 64, 1)"),
+        "k_cache is written in place, so it must not be expanded", "strides (0, 64, 1)"),
     Row("cache: int64 positions", lambda t: update(*caches(t, 2, 8, 64), *caches(t, 2, 1, 64), t(2, dtype=I64)),
         "current_pos must be (2,) int32", "int64"),
     Row("cache: another batch", lambda t: update(*caches(t, 2, 8, 64), *caches(t, 3, 1, 64), 0),

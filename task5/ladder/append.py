@@ -4,7 +4,14 @@ import torch
 from torch import Tensor
 
 from common.build import Kernels, dtype_code
-from common.inputs import KERNEL_DTYPES, check_contiguous_rows, check_device, describe, expect
+from common.inputs import (
+    KERNEL_DTYPES,
+    check_contiguous_rows,
+    check_device,
+    check_written,
+    describe,
+    expect,
+)
 from task5.ladder.call import expect_loadable, is_hopper
 
 HEAD_DIMS = (16, 256)  # from, to; multiples of 16
@@ -112,21 +119,8 @@ def _check(
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous; got strides {tensor.stride()}")
     expect_loadable(q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, cos=cos, sin=sin)
-    _check_no_row_twice(q=q, k_cache=k_cache, v_cache=v_cache)
+    check_written(q=q, k_cache=k_cache, v_cache=v_cache)
     _check_apart(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
-
-
-def _check_no_row_twice(**tensors: Tensor) -> None:
-    """ValueError for an expanded tensor, or one whose rows overlap: what is written must be in memory once."""
-    for name, tensor in tensors.items():
-        extent = 0  # from the first to the last element of the dimensions with smaller strides
-        for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-            if n > 1 and stride <= extent:
-                raise ValueError(
-                    f"{name} is written in place, so it must not be expanded nor have rows that overlap; got"
-                    f" {describe(tensor)} with strides {tensor.stride()}"
-                )
-            extent += (n - 1) * stride
 
 
 def _check_apart(**tensors: Tensor) -> None:

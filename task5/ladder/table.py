@@ -42,10 +42,8 @@ README_SHAPES = (
     Shape(16, 32, 8, 8192),
 )
 # Of its table of choices: kv heads of all sequences, and keys of each.
-PAIRS, KEYS = (
-    (1, 2, 8, 16, 32, 64, 128, 256, 512),
-    tuple(2**n for n in (9, 10, 11, 12, 13, 14, 16, 17)),
-)
+PAIRS = (1, 2, 8, 16, 32, 64, 128, 256, 512)
+KEYS = tuple(2**n for n in (9, 10, 11, 12, 13, 14, 16, 17))
 H200 = Call(torch.device("cuda"), dtype_code(BF16), head_dim=128, rows=4, sms=132, hopper=True)
 
 

@@ -83,18 +83,8 @@ def _ways(times: Times) -> list[str]:
 
 def _both_ways(found: Found, read_gb_per_s: float) -> Grid:
     """The parts of a step in a graph and in one launch, where both were looked at; in the order of the first."""
-    grid = Grid(
-        str(found.case),
-        [
-            "",
-            "calls",
-            "MB",
-            "a graph: us each",
-            "of a pure read",
-            "one launch: us each",
-            "of a pure read",
-        ],
-    )
+    both = [x for way in ("a graph", "one launch") for x in (f"{way}: us each", "of a pure read")]
+    grid = Grid(str(found.case), ["", "calls", "MB", *both])
     phases = {part.name: part for part in found.one_launch}
     for part in found.parts:
         if part.name not in phases or not part.bytes or part.bytes < 1e6:
