@@ -61,9 +61,7 @@ def decode_attention(
         k, v: ``(batch, max_seq, kv_heads, head_dim)``; with ``block_table`` the pages of all sequences,
             ``(pages, page_size, kv_heads, head_dim)``, page_size a multiple of 16 up to 256, all of them within 64
             GiB. kv_heads divides heads.
-        scale: factor of the scores, from 1.18e-38 to 2.36e38; ``1 / sqrt(head_dim)`` if None. In 16 bits scores times
-            scale have to be below 1e8 in size: beyond, a row's largest exponent may be rounded to more than 0, and
-            overflow. (Rung 5 and float32 have no such limit.)
+        scale: factor of the scores, from 1.18e-38 to 2.36e38; ``1 / sqrt(head_dim)`` if None.
         seqlens_k: int32 ``(batch,)`` on q's device, keys of each sequence, the new tokens' included; all for which
             there is room if None, and where a length is larger. A negative one counts as 0.
         leftpad_k: int32 ``(batch,)``, keys to skip at the start of each sequence; a negative number counts as 0.

@@ -96,6 +96,10 @@ struct Loader {
   // tiles: a tile is one group of copies, and new places are found outside of the loop. Others take less time if keys
   // do not wait for values.
   static constexpr bool SHORT_LOOP = PAGED && WARPS == 8 && Math::ROWS == 16 && sizeof(T) == 2;
+  // Whether all stages are filled ahead of the wait, not all but one, by a warp with this many tiles or more. Then the
+  // places of the next tiles are found while more is on its way.
+  static constexpr bool MAY_FILL = PAGED && WARPS == 8 && Math::ROWS == 8 && sizeof(T) == 2;
+  static constexpr int TILES_TO_FILL = 7;
 
   // Where a tile is: this lane's piece of each group's first row, that row's place among the keys that are seen by some
   // row of q, and which of the lane's rows are.
@@ -109,6 +113,7 @@ struct Loader {
   Walk walk;
   uint64_t policy;
   Tile first[FINDS_AHEAD ? AHEAD : 1], next;
+  bool filled;               // all stages are: with the first tile, no further one is loaded
   unsigned missing;          // of the stages: bits GROUPS * i and on of stage i
   const T *k_head, *v_head;  // this lane's piece of the kv head's first rows
   int keys;                  // that some row sees
@@ -175,10 +180,11 @@ struct Loader {
 
   // Whether the launch ahead of this one writes none of the keys of a share's first tiles.
   static DEVICE bool may_be_early(const Decode& a, const Walk& w) {
-    int end = w.tile + (min(AHEAD - 1, (w.end - 1 - w.tile) >> w.step_bits) << w.step_bits) + 1;
+    constexpr int FIRST = AHEAD + MAY_FILL;
+    int end = w.tile + (min(FIRST - 1, (w.end - 1 - w.tile) >> w.step_bits) << w.step_bits) + 1;
     if constexpr (Sharing::TREE) {
       Walk ahead = w;
-      for (int i = 1; i < AHEAD; ++i) {
+      for (int i = 1; i < FIRST; ++i) {
         ahead.advance<Sharing::TREE>();
         if (ahead.tile < w.end) end = max(end, ahead.tile + 1);
       }
@@ -194,7 +200,7 @@ struct Loader {
       if (next.any) move_on(a);
     } else {
 #pragma unroll 1  // instructions that run once have to be fetched
-      for (int stage = 0; stage < AHEAD; ++stage) {
+      for (int stage = 0; stage < AHEAD + (MAY_FILL && filled); ++stage) {
         copy_tile(a, next, stage);
         if (next.any) move_on(a);
       }

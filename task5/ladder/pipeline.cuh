@@ -124,6 +124,7 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
       loader.start(a, mem.KV[0][0][0][0], share.any(loader.walk));
       queries.find_here();
       keys_first = !again && share.any(walk) && Load::may_be_early(a, walk);
+      loader.filled = Load::MAY_FILL && keys_first && (walk.end - walk.tile) >> walk.step_bits >= Load::TILES_TO_FILL;
       if (again) {
         cp_async_wait<0>();
       } else if (!keys_first && share.any(walk)) {
@@ -167,7 +168,10 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
           __syncwarp();  // the stage that is loaded now has been read
           loader.load(a, stage == 0 ? STAGES - 1 : stage - 1);
         }
-        cp_async_wait<STARTED - 1>();
+        if (Load::MAY_FILL && loader.filled)
+          cp_async_wait<STARTED + COPY_GROUPS - 1>();
+        else
+          cp_async_wait<STARTED - 1>();
         if (IN_STEP) __syncthreads();
         if (IN_STEP && walk.tile >= end) return;
         __syncwarp();  // K_j complete, and the stage that is loaded now has been read
@@ -175,7 +179,9 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
         const unsigned exists = loader.existing(stage);
         const bool all_seen = loader.all_exist() && key_0 >= from && key_0 <= to;
         math.scores(mem.Q[0], mem.KV[stage][0][warp][0]);
-        if (!LOADS_FIRST) loader.load(a, stage == 0 ? STAGES - 1 : stage - 1);  // while the products are computed
+        if (!LOADS_FIRST && !(Load::MAY_FILL && loader.filled))
+          loader.load(a, stage == 0 ? STAGES - 1 : stage - 1);  // while the products are computed
+        loader.filled = false;
         if (!all_seen)
           math.mask({key_0, walk.s.begin, walk.s.len, a.q_len, a.window, walk.row_0 * ROWS, a.group, exists});
         math.softmax(scale);

@@ -172,7 +172,7 @@ struct TensorCores : ColumnsOfProducts<ROWS_ / 8, HEAD_DIM> {
       for (int n = 0; n < N; ++n) {
         float (&s)[4] = S[n][r];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[i] = fast_exp2(fmaf(s[i], scale, -shift[i % 2]));
+        for (int i = 0; i < 4; ++i) s[i] = fast_exp2(__fmul_rn(s[i], scale) - shift[i % 2]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           l_i[r][i] += s[i] + s[i + 2];

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from common.check.rng import new_seed
 from common.tests.devices import DEVICE, of_gpus_hopper
@@ -121,6 +122,20 @@ def test_lengths_past_the_cache_count_as_all_of_it_and_negative_ones_as_0():
         run(length=9, skipped=99),
     ):
         assert not nothing.any()
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 2e4), (torch.bfloat16, 1e15)])
+def test_scores_may_be_as_large_as_float32_holds(rung, dtype, size):
+    """A row's largest exponent is 0, however its product with the scale is rounded."""
+    torch.manual_seed(new_seed())
+    q = (size * torch.randn(2, 2, 6, 128, device=DEVICE).clamp(-3, 3)).to(dtype)
+    k = (size * torch.randn(2, 333, 2, 128, device=DEVICE).clamp(-3, 3)).to(dtype)
+    v = torch.randn(2, 333, 2, 128, device=DEVICE).to(dtype)
+    got = decode_attention(q, k, v, rung=rung)
+    groups = (t.double().transpose(1, 2) for t in (q[:, 1:], k, v))
+    truth = F.scaled_dot_product_attention(*groups, enable_gqa=True).transpose(1, 2)
+    assert (got[:, 1:] - truth).abs().max() < 1e-2
 
 
 @pytest.mark.parametrize("rung", RUNGS)
