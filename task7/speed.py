@@ -86,19 +86,21 @@ class Loop:
         self._decoder = decoder
 
     def prefill(self, prompt: Tensor) -> Tensor:
+        """The first new token, int64 ``(1, 1)``, of token ids ``(1, seq)``."""
         return self._decoder.prefill(prompt.tolist())[:, None]
 
     def step(self) -> Tensor:
+        """The next one, int64 ``(1, 1)``."""
         return self._decoder.step()[:, None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; 0 if it ran and, on a GPU, all bars are met."""
     options = _parse(argv)
-    if options.render:
-        return _render(read(Record, TABLE))
     cuda = options.device == "cuda"
     try:
+        if options.render:
+            return _render(read(Record, TABLE))
         found = run(*made(options.seed, device_of(options.device)), NEW_TOKENS if cuda else 8)
     except (ValueError, NotEnoughMemory, BuildError, ImpossibleRate) as error:
         console.print(f"task7.speed: {error}")
@@ -152,6 +154,11 @@ def made(seed: int, device: torch.device) -> tuple[GPT2LMHeadModel, Tensor]:
 @torch.inference_mode()
 def run(model: GPT2LMHeadModel, prompt: Tensor, new_tokens: int) -> Found:
     """Measure all sides on the same weights and the same prompt; on a CPU all but a step in one launch.
+
+    Args:
+        model: on the prompt's device.
+        prompt: token ids ``(1, seq)``, int64.
+        new_tokens: of each text.
 
     Raises:
         ValueError: a GPU that is not a Hopper, or more tokens than the model has positions.

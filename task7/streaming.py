@@ -86,7 +86,7 @@ def texts_of(
 ) -> Generator[list[str]]:
     """The new text of each of ``rows`` sequences after every step; "" while a character has only some of its bytes.
 
-    ``decode`` gives the text of tokens, with U+FFFD for bytes that are no character.
+    ``steps`` yields int64 ``(rows,)``; ``decode`` gives the text of tokens, U+FFFD for bytes that are no character.
     """
     held: list[list[int]] = [[] for _ in range(rows)]  # tokens whose text is not out yet
 
@@ -121,7 +121,7 @@ class Meter:
         self.first = self.seconds = 0.0
 
     def watch(self, steps: Generator[Tensor]) -> Generator[Tensor]:
-        """``steps``, unchanged. Their tokens are on the CPU: the device has finished a step when the clock is read."""
+        """``steps``, unchanged: int64 ``(rows,)`` on the CPU. The device has finished a step when the clock is read."""
         began = time.perf_counter()
         over: Tensor | None = None
         with closing(steps):

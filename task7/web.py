@@ -120,7 +120,11 @@ class Generation(StreamingResponse):
 
 
 def make_app(comparison: Comparison) -> Starlette:
-    """The page and what it calls. ``app.state.busy`` is locked while a text is generated."""
+    """The page and what it calls. ``app.state.busy`` is locked while a text is generated.
+
+    Besides HTTP's own, ``/generate`` has the statuses 400 for a body or numbers that do not fit, 409 while another text
+    is generated, 413 for a body that is too long and 415 for one that is not JSON by its type.
+    """
     busy = threading.Lock()
 
     async def page(request: Request) -> Response:

@@ -10,7 +10,7 @@ from common.timing import Timing
 from task6.generation import bars
 from task6.generation.benchmark import OURS, Found
 from task6.generation.breakdown import Part
-from task6.generation.peers import LLAMA, ONE_LAUNCH, READABLE
+from task6.generation.peers import COMPILED, LLAMA, ONE_LAUNCH, READABLE
 from task6.generation.record import FOLDER, Record, Run, Times
 
 PICTURE = "step.png"
@@ -66,13 +66,13 @@ def write(record: Record) -> None:
 
 def _ways(times: Times) -> list[str]:
     """A line per case: milliseconds between tokens of a step in many launches, in a graph, and in one launch."""
-    sides = {
-        LLAMA: LLAMA,
-        READABLE: READABLE,
-        OURS: "a graph of launches",
-        ONE_LAUNCH: "one launch",
-    }
-    grid = Grid("", ["", *sides.values(), "floor"])
+    ways = {OURS: "a graph of launches", ONE_LAUNCH: "one launch"}
+    sides = [
+        side
+        for side in (LLAMA, COMPILED, READABLE, OURS, ONE_LAUNCH)
+        if any(side in found.speeds for found in times.found)
+    ]
+    grid = Grid("", ["", *(ways.get(side, side) for side in sides), "floor"])
     for found in times.found:
         floor = found.floor(times.read_gb_per_s)
         timed = ((s := found.speeds.get(side)) and s.between.median_ms for side in sides)

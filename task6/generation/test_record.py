@@ -47,7 +47,7 @@ def test_results_are_filled_in_between_the_markers_only(folder):
     assert "a step in one launch of 805 us" in text and table.STALE not in text
     graphs = (folder / "GRAPHS.md").read_text()
     assert graphs.startswith("mine\n") and graphs.endswith("\nmine\n") and "2026-03-03" in graphs
-    assert f"| {COURSE} | - | 9.9 (33%) | 3.3 (98%) | - | 3.25 |" in graphs
+    assert f"| {COURSE} | 9.9 (33%) | 3.3 (98%) | 3.25 |" in graphs
     assert "| o | 24 | 3,000 | 37.50 | 83% | 33.33 | 94% |" in graphs and GAPS not in graphs
     full.bars.run["sources"]["sha256"] = "0"
     assert all(table.STALE in text for text in table.rendered(full).values())
