@@ -130,7 +130,8 @@ def _run(options: argparse.Namespace) -> int:
             f"each process needs a GPU of its own: there are {torch.cuda.device_count()}; got {here} processes"
         )
     find_config(bars.COURSE.config if options.bars else case.config).share(world)
-    with processes(device_of(options.device)) as group:
+    asked = " ".join(f"{name}={value}" for name, value in vars(options).items())
+    with processes(device_of(options.device), asked) as group:
         options.device = device_of(options.device)  # each process has its own GPU now
         if options.tokens:
             return _endurance(case, options, group)

@@ -260,12 +260,16 @@ def processes_here() -> int:
 
 
 @contextmanager
-def processes(device: torch.device) -> Iterator[Group]:
+def processes(device: torch.device, options: str = "") -> Iterator[Group]:
     """The group that torchrun has started, or this process alone.
+
+    Args:
+        device: the CPU, or any GPU.
+        options: what this process does; all have to do the same.
 
     Raises:
         ValueError: as :func:`world_size`.
-        LostProcess: the others do not come, or cannot be found.
+        LostProcess: the others do not come, or cannot be found, or the first of them has other options.
     """
     world = world_size()
     if world == 1:
@@ -281,6 +285,12 @@ def processes(device: torch.device) -> Iterator[Group]:
         dist.init_process_group(
             backend, store=store, rank=group.rank, world_size=world, timeout=limit
         )
+        if group.rank == 0:
+            store.set("options", options)
+        elif (first := store.get("options").decode()) != options:
+            raise LostProcess(
+                f"process {group.rank} of {world} has other options than the first: {options}; {first}"
+            )
     heartbeat = Heartbeat(group, store) if nccl else None  # gloo says itself what it has lost
     if heartbeat:
         heartbeat.start()

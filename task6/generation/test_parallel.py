@@ -125,6 +125,16 @@ def test_the_others_end_when_one_is_lost(port):
     )
 
 
+def test_processes_with_different_options(port):
+    """They would give tokens of neither, or stop in a sum of other sizes."""
+    both = [start(rank, 2, port, "--new-tokens", "4", "--seed", str(rank)) for rank in range(2)]
+    shown = [process.communicate(timeout=90)[0] for process in both]
+    assert [process.returncode for process in both] == [1, 1]
+    said = " ".join(shown[1].split())
+    assert "process 1 of 2 has other options than the first: " in said
+    assert "seed=1" in said and "seed=0" in said and "has lost another one" in shown[0]
+
+
 def test_a_port_of_another_program():
     """Process 0 cannot listen there, and process 1 gets no answer."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
