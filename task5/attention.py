@@ -12,6 +12,7 @@ from common.inputs import (
     check_cache,
     check_head_dim,
     check_lengths,
+    describe,
     heads_view,
     kv_heads_of,
 )
@@ -55,6 +56,10 @@ def update_kv_cache(
 
 def check_position(current_pos: int, n: int, max_seq_len: int) -> None:
     """ValueError unless rows ``current_pos ... current_pos + n`` are inside a cache of ``max_seq_len``."""
+    if not isinstance(current_pos, int):
+        raise ValueError(f"current_pos must be an int; got {describe(current_pos)}")
+    if n > max_seq_len:
+        raise ValueError(f"{n} new positions do not fit a cache of {max_seq_len}")
     if current_pos < 0 or current_pos + n > max_seq_len:
         raise ValueError(
             f"{n} new positions from current_pos {current_pos} do not fit a cache of {max_seq_len}; "
@@ -205,6 +210,10 @@ class CustomFlashAttention(AttentionLayer):
             )
         check_head_dim(self.head_dim)  # before anything is written
         k_cache, v_cache = kv_cache
+        if isinstance(current_pos, Tensor):
+            raise ValueError(
+                f"current_pos must be an int, the same for all sequences; got {describe(current_pos)}"
+            )
         q, k, v = self.project_qkv(x)
         # BEGIN SOLUTION
         update_kv_cache(k_cache, v_cache, k, v, current_pos)

@@ -8,13 +8,18 @@ The second of the two is the yardstick. It may be of our kernels as well: one wa
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from transformers import GPT2LMHeadModel
+
+from task7.streaming import NotFinite, expect_finite
 
 if TYPE_CHECKING:
     from task7.model import ModelWithCustomAttention
@@ -62,6 +67,22 @@ class Origin:
     position: int
     first: int
     last: int
+
+
+@dataclass(frozen=True)
+class BatchFork:
+    """The first token of a prompt that the two models choose differently where it is one of a batch.
+
+    ``prompt`` is its number in the batch, and ``position`` counts without padding. ``gap`` is how far apart the logits
+    of the two tokens are in float64 where the prompt is alone, and ``explained`` what of it rounding explains.
+    """
+
+    prompt: int
+    position: int
+    ours: int
+    reference: int
+    gap: float
+    explained: float
 
 
 @dataclass(frozen=True)
@@ -118,7 +139,8 @@ def bisect(
         max_new_tokens, cache: as for ``generate``. The comparison ends at the first token that differs.
 
     Raises:
-        ValueError: the models differ in their weights, or what ``generate`` refuses.
+        ValueError: the models differ in their weights, the reference's logits are not finite, or what ``generate``
+            refuses.
     """
     _check_same_weights(ours.model, reference.model)
     tokens, mask = ours.encode([prompt])
@@ -138,14 +160,10 @@ def bisect(
     passes = min(same + 1, len(chosen))
     inputs = mine.sequences[:, : prompt_len + passes - 1]
 
-    # eager in float64: matrix products and a softmax
-    exact_model = copy.deepcopy(reference.model).double()
-    exact_model.set_attn_implementation("eager")
-    exact = exact_model(inputs, output_hidden_states=True, logits_to_keep=passes)
-    del exact_model
-
     my_logits = torch.cat(mine.logits[:passes])
     their_logits = torch.cat(theirs.logits[:passes])
+    expect_finite(their_logits, reference.model.dtype, "the reference")
+    exact = _exact(reference)(inputs, output_hidden_states=True, logits_to_keep=passes)
     exact_logits = exact.logits[0]
     fork = None
     if same < len(chosen):
@@ -168,13 +186,69 @@ def bisect(
         new=same,
         logits=(my_logits - their_logits).abs().max().item(),
         logits_off=(my_logits - exact_logits).abs().max().item(),
-        logits_allowed=(
-            FACTOR * (their_logits - exact_logits).abs().max() + eps * exact_logits.abs().max()
-        ).item(),
+        logits_allowed=_explained(their_logits, exact_logits, eps),
         fork=fork,
         origin=origin,
         layers=[Layer(*row) for row in zip(*(c.tolist() for c in columns), strict=True)],
     )
+
+
+@torch.no_grad()
+def bisect_batch(
+    ours: "ModelWithCustomAttention",
+    reference: "ModelWithCustomAttention",
+    prompts: Sequence[str],
+    max_new_tokens: int = 50,
+) -> list[BatchFork]:
+    """Compare the greedy tokens of two models of the same weights, where the prompts are one batch.
+
+    For prompts of which :func:`bisect` finds nothing: a fault that needs padding on the left does not show in one
+    prompt. What changes no token is not seen.
+
+    Args:
+        ours, reference, max_new_tokens: as for :func:`bisect`.
+        prompts: the texts of the batch.
+
+    Returns:
+        One for each prompt whose tokens differ by more than rounding explains.
+
+    Raises:
+        ValueError: the reference's logits are not finite, or what ``generate`` refuses.
+    """
+    tokens, mask = ours.encode(prompts)
+    mine: list[list[int]] = []
+    with suppress(NotFinite):  # its tokens differ
+        for step in ours.stream_tokens(tokens, mask, max_new_tokens):
+            mine.append(step.tolist())
+    theirs = reference.generate_tokens(tokens, mask, max_new_tokens).T[tokens.shape[1] :].tolist()
+    eps, exact_model, forks = torch.finfo(reference.model.dtype).eps, None, []
+    for row in range(len(prompts)):
+        chosen = [(a[row], b[row]) for a, b in zip(mine, theirs, strict=False)]
+        same = next((i for i, (a, b) in enumerate(chosen) if a != b), None)
+        if same is None:
+            continue
+        a, b = chosen[same]
+        text = tokens[row : row + 1, mask[row].bool()]
+        text = torch.cat((text, text.new_tensor([[a for a, _ in chosen[:same]]])), dim=1)
+        if exact_model is None:
+            exact_model = _exact(reference)
+        logits, exact = (
+            model(text, logits_to_keep=same + 1).logits[0]
+            for model in (reference.model, exact_model)
+        )
+        gap, explained = abs(float(exact[-1, a] - exact[-1, b])), 2 * _explained(logits, exact, eps)
+        if not gap <= explained:
+            forks.append(BatchFork(row, text.shape[1], a, b, gap, explained))
+    return forks
+
+
+def _exact(model: "ModelWithCustomAttention") -> GPT2LMHeadModel:
+    """The model in float64, with matrix products and a softmax."""
+    exact = copy.deepcopy(model.model).double()
+    exact.set_attn_implementation("eager")
+    for block in exact.transformer.h:
+        block.attn.reorder_and_upcast_attn = False  # that is to float32
+    return exact
 
 
 def _check_same_weights(ours: torch.nn.Module, reference: torch.nn.Module) -> None:
@@ -188,7 +262,9 @@ def _check_same_weights(ours: torch.nn.Module, reference: torch.nn.Module) -> No
                 f"the two models must have one dtype and device; {name} is {weight.dtype} on {weight.device} "
                 f"and {other.dtype} on {other.device}"
             )
-        if not torch.equal(weight, other):
+        if weight.shape != other.shape or not torch.allclose(
+            weight, other, rtol=0, atol=0, equal_nan=True
+        ):
             raise ValueError(f"the two models must have the same weights; {name} differs")
 
 
@@ -207,6 +283,11 @@ def _errors(passes: Sequence[Sequence[Tensor]], exact: Sequence[Tensor]) -> Tens
             for x, truth in zip(layers, exact[1:], strict=True)
         ]
     )
+
+
+def _explained(logits: Tensor, exact: Tensor, eps: float) -> float:
+    """What rounding explains of an error in a logit, as ``Layer.allowed``; ``logits`` are the reference's."""
+    return float(FACTOR * (logits - exact).abs().max() + eps * exact.abs().max())
 
 
 def _origin(beyond: Tensor, prompt_len: int) -> Origin | None:
@@ -234,9 +315,7 @@ def show(
 ) -> None:
     """Print what :func:`bisect` found: sentences, and a table of the layers. ``names`` are those of the two models."""
     ours, theirs = names
-
-    def quoted(token: int) -> str:
-        return f"{token} {model.tokenizer.decode([token])!r}"
+    quoted = partial(_quoted, model)
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -284,3 +363,31 @@ def show(
         )
     say(f"\nerror of the hidden state after each layer, relative to float64 ({where})")
     console.print(table)
+
+
+def show_batch(
+    forks: Sequence[BatchFork],
+    prompts: Sequence[str],
+    model: "ModelWithCustomAttention",
+    console: Console,
+    names: tuple[str, str] = ("our attention", "Hugging Face"),
+) -> None:
+    """Print what :func:`bisect_batch` found, a sentence for each prompt. ``names`` are those of the two models."""
+    quoted = partial(_quoted, model)
+    lines = [
+        f"prompt {fork.prompt}, {_short(prompts[fork.prompt])}: only the batch differs, whose prompts are padded on "
+        f"the left; token {fork.position} is the first: {quoted(fork.ours)} with {names[0]}, "
+        f"{quoted(fork.reference)} with {names[1]}; their logits are {fork.gap:.3g} apart in float64, and rounding "
+        f"explains {fork.explained:.3g}"
+        for fork in forks
+    ]
+    for line in lines or ["as one batch the prompts have no token that differs beyond rounding"]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _quoted(model: "ModelWithCustomAttention", token: int) -> str:
+    return f"{token} {model.tokenizer.decode([token])!r}"
+
+
+def _short(prompt: str) -> str:
+    return repr(prompt if len(prompt) <= 60 else f"{prompt[:57]}...")

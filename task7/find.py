@@ -1,5 +1,6 @@
 """Which GPT-2 a name means: one of the Hugging Face hub's, the bundled one, or a folder."""
 
+import http.client
 import json
 import os
 import urllib.error
@@ -12,10 +13,13 @@ TINY = "tiny"
 TINY_FOLDER = Path(__file__).parent / "tiny_gpt2"
 
 # A model on disk has all files of one of these sets.
-_FILES = ("config.json", "model.safetensors", "vocab.json", "merges.txt")
-_FILE_SETS = (_FILES, ("config.json", "model.safetensors", "tokenizer.json"))
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # in one file, or in several
+_TOKENIZERS = (("vocab.json", "merges.txt"), ("tokenizer.json",))
+_FILE_SETS = tuple(
+    ("config.json", weights, *files) for weights in _WEIGHTS for files in _TOKENIZERS
+)
 _JSON_FILES = (
-    "config.json", "generation_config.json",
+    "config.json", "generation_config.json", "model.safetensors.index.json",
     "tokenizer.json", "vocab.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json",
 )  # fmt: skip
 _CONNECT_SECONDS = 5
@@ -64,8 +68,10 @@ def _folder(name: str | Path) -> Path:
             f"unknown model {shown!r}: known are {known}, or a folder with a GPT-2 in it"
         )
     if not any(all((folder / file).is_file() for file in files) for files in _FILE_SETS):
-        sets = "; or ".join(map(", ".join, _FILE_SETS))
-        raise ValueError(f"{folder} has no GPT-2 in it: expected {sets}")
+        tokenizers = ", or ".join(map(" and ".join, _TOKENIZERS))
+        raise ValueError(
+            f"{folder} has no GPT-2 in it: expected config.json; {' or '.join(_WEIGHTS)}; and {tokenizers}"
+        )
     contents = {file: _object(folder / file) for file in _JSON_FILES if (folder / file).exists()}
     model_type = contents["config.json"].get("model_type")
     if model_type != "gpt2":
@@ -106,11 +112,13 @@ def _download(repo: str, cache_dir: str | Path | None) -> Path:
         urllib.request.urlopen(
             urllib.request.Request(url, method="HEAD"), timeout=_CONNECT_SECONDS
         ).close()
-        return Path(snapshot_download(repo, allow_patterns=list(_FILES), cache_dir=cache_dir))
+        return Path(
+            snapshot_download(repo, allow_patterns=list(_FILE_SETS[0]), cache_dir=cache_dir)
+        )
     except urllib.error.HTTPError as error:
         raise ValueError(
             f"cannot download {repo}: {url} answers {error.code} {error.reason}"
         ) from error
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise ValueError(f"cannot download {repo} from {url}: {reason}") from error

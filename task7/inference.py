@@ -15,7 +15,7 @@ from common.build import BuildError, KernelError
 from common.memory import NotEnoughMemory
 from task7.attention import NAME, kernel_calls
 from task7.find import HUB_MODELS, TINY, TINY_FOLDER, find_model
-from task7.model import PATHS, ModelWithCustomAttention
+from task7.model import PATHS, ModelWithCustomAttention, generate_options
 from task7.streaming import Meter, print_texts, texts_of
 
 __all__ = [
@@ -98,8 +98,9 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     add(
         "--prompt", nargs="+", action="extend", metavar="TEXT",
-        help="what the text begins with; several are continued together, as one batch; - reads them from standard "
-        "input, one per line (default: a question about FlashAttention)",
+        help="what the text begins with; several are continued together, as one batch, and where the output is not a "
+        "terminal their texts come at the end; - reads them from standard input, one per line (default: a question "
+        "about FlashAttention)",
     )  # fmt: skip
     add(
         "--max-new-tokens", type=int, default=200, metavar="N", help="for each prompt, at most (default: %(default)s)"
@@ -107,7 +108,7 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
     add(
         "--bisect", action="store_true",
         help="instead of the text: compare our attention with Hugging Face's, and name the first layer and token that "
-        "differ; the exit status is 1 if rounding does not explain it",
+        "differ; several prompts one by one, then as one batch; the exit status is 1 if rounding does not explain it",
     )  # fmt: skip
     parser.set_defaults(path="generate", against="reference")
     add = parser.add_argument_group("sampling").add_argument
@@ -174,18 +175,27 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _bisect(args: argparse.Namespace) -> int:
-    from task7.bisection import bisect, show
+    from task7.bisection import bisect, bisect_batch, show, show_batch
 
+    # greedy decoding needs none of these numbers; wrong ones are refused as without --bisect
+    generate_options(
+        args.max_new_tokens, args.temperature, args.top_k, args.top_p, False, args.seed, "dynamic"
+    )
     prompts = _prompts(args)
     ours, reference = _load(args, args.path, args.against)
     ours.encode(prompts)  # all of them are checked before the first is compared
-    names = _NAMES[args.path], _NAMES[args.against]
+    names, console = (_NAMES[args.path], _NAMES[args.against]), Console()
     beyond_rounding = False
     for prompt in prompts:
         found = bisect(ours, reference, prompt, args.max_new_tokens)
         print()
-        show(found, ours, Console(), names)
+        show(found, ours, console, names)
         beyond_rounding |= found.origin is not None or found.behind_layers
+    if len(prompts) > 1 and not beyond_rounding:
+        forks = bisect_batch(ours, reference, prompts, args.max_new_tokens)
+        print()
+        show_batch(forks, prompts, ours, console, names)
+        beyond_rounding = bool(forks)
     return int(beyond_rounding)
 
 

@@ -4,19 +4,19 @@ import math
 import threading
 import warnings
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, GPT2Tokenizer
 from transformers.generation import BaseStreamer
 from transformers.utils import logging
 
 from task7.attention import NAME
 from task7.find import HUB_MODELS, TINY_FOLDER, find_model
-from task7.streaming import expect_steps, steps_of, texts_of
+from task7.streaming import expect_finite, expect_steps, steps_of, texts_of
 
 # The ways to continue a text, and the attention that transformers then has for the model.
 PATHS = {
@@ -68,22 +68,21 @@ class ModelWithCustomAttention:
         self.device = _device(device)
         # Each object reads the folder again: two models made from one config object would both run the
         # attention of the later one.
-        try:
-            with _no_progress_bar():
+        with _loading(folder):
+            with _silence():
                 self.model, report = GPT2LMHeadModel.from_pretrained(
                     folder,
-                    attn_implementation=attention,
+                    attn_implementation=PATHS["reference"],
                     dtype=dtype,
                     local_files_only=True,
                     output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # they are in the report
                 )
             self.tokenizer = GPT2Tokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # for what is wrong in its files transformers raises any class
-            raise ValueError(
-                f"cannot load the model in {folder}: {type(error).__name__}: {error}"
-            ) from error
-        self._check_files(folder, sorted(report["missing_keys"]))
+        self._check_files(folder, report)
         self.model.to(self.device).eval()
+        # Where no token is hidden, transformers drops the mask, and would warn that it is missing if this is a token.
+        self.model.config.pad_token_id = None
         self.tokenizer.padding_side = "left"  # so that the last token of every prompt is its end
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
@@ -92,12 +91,38 @@ class ModelWithCustomAttention:
         self._loop: Any = None
         self._in_loop = False
         # END STAFF
+        # A token by transformers' own attention: odd files fail here, not in the first text. What is a ValueError has
+        # its own sentence there.
+        with _loading(folder), suppress(ValueError), torch.inference_mode():
+            tokens, mask = self.encode(["a"])
+            self.model.generate(
+                tokens,
+                attention_mask=mask,
+                pad_token_id=self.tokenizer.pad_token_id,
+                **generate_options(1, 1.0, 0, 1.0, False, None, "dynamic"),
+            )
+        self.model.set_attn_implementation(attention)
 
-    def _check_files(self, folder: Path, missing: list[str]) -> None:
-        """ValueError for weights that would be random, and for tokens that have no row of the embeddings."""
-        if missing:
+    def _check_files(self, folder: Path, report: dict[str, Any]) -> None:
+        """ValueError for weights that are not the config's, and for tokens that have no row of the embeddings."""
+        if (layers := self.model.config.n_layer) < 1:
+            raise ValueError(f"the model in {folder} must have at least one layer; got {layers}")
+        if others := sorted(report["mismatched_keys"]):
+            name, got, wanted = others[0]
+            raise ValueError(
+                f"the weights in {folder} do not fit its config.json, {len(others)} of them: {name} must be "
+                f"{tuple(wanted)}; got {tuple(got)}"
+            )
+        if missing := sorted(report["missing_keys"]):
             raise ValueError(
                 f"the weights in {folder} lack {len(missing)} of the model's, {missing[0]} among them"
+            )
+        # masks of earlier versions; transformers ignores attn.bias, the other one, by itself
+        others = [key for key in report["unexpected_keys"] if not key.endswith("attn.masked_bias")]
+        if others:
+            raise ValueError(
+                f"the weights in {folder} have {len(others)} beyond those of its config.json: "
+                f"{', '.join(sorted(others)[:3])}{', ...' if len(others) > 3 else ''}"
             )
         most = max(self.tokenizer.get_vocab().values(), default=0)
         if most >= (vocabulary := self.model.config.vocab_size):
@@ -134,7 +159,7 @@ class ModelWithCustomAttention:
         seed: int | None = None,
         cache: str = "dynamic",
     ) -> str | list[str]:
-        """The prompt and its continuation; a list for a list of prompts.
+        """The prompt and its continuation, without special tokens; a list for a list of prompts.
 
         Args:
             prompt: one text, or several that are continued together as one batch.
@@ -146,8 +171,8 @@ class ModelWithCustomAttention:
             cache: "dynamic" grows with each token; "static" is allocated once for the longest text.
 
         Raises:
-            ValueError: an empty prompt, one that does not fit the model together with the new tokens, or numbers out
-                of range.
+            ValueError: an empty prompt, one that does not fit the model together with the new tokens, numbers out of
+                range, or :class:`task7.streaming.NotFinite`: logits that are NaN or infinite.
         """
         out = self.generate_tokens(
             *self.encode(_as_list(prompt)),
@@ -181,7 +206,7 @@ class ModelWithCustomAttention:
         deleted, and its exceptions are raised here.
 
         Raises:
-            ValueError: as ``generate``, before the first step.
+            ValueError: as ``generate``, before the first step; NotFinite after the last one.
         """
         tokens, mask = self.encode(_as_list(prompt))
         steps = self.stream_tokens(
@@ -207,7 +232,7 @@ class ModelWithCustomAttention:
         return batch["input_ids"].to(self.device), batch["attention_mask"].to(self.device)
 
     def decode(self, tokens: Tensor | list[int]) -> str:
-        """The text of one sequence, without padding and end."""
+        """The text of one sequence, without special tokens: padding, the end, and what a prompt has of them."""
         # The clean-up is for texts of separate words; a folder may ask for it, and it would change the prompt.
         return self.tokenizer.decode(
             tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -232,7 +257,9 @@ class ModelWithCustomAttention:
         ``ignore_end``: generate exactly ``max_new_tokens``, for measurements; the end token is never chosen.
         """
         self._check_lengths(tokens.shape[1], max_new_tokens)
-        options = _options(max_new_tokens, temperature, top_k, top_p, do_sample, seed, cache)
+        options = generate_options(
+            max_new_tokens, temperature, top_k, top_p, do_sample, seed, cache
+        )
         if ignore_end:
             options["min_new_tokens"] = max_new_tokens
         return self._generate(tokens, mask, seed, options).clone()  # an ordinary tensor
@@ -255,11 +282,13 @@ class ModelWithCustomAttention:
         A step's tokens are yielded when the device has computed them. A sequence that is over goes on with padding.
 
         Raises:
-            ValueError: as ``generate``, before the first step; a generation_config.json that asks for more than one
-                token per step, such as beam search.
+            ValueError: as ``stream``; a generation_config.json that asks for more than one token per step, such as
+                beam search.
         """
         self._check_lengths(tokens.shape[1], max_new_tokens)
-        options = _options(max_new_tokens, temperature, top_k, top_p, do_sample, seed, cache)
+        options = generate_options(
+            max_new_tokens, temperature, top_k, top_p, do_sample, seed, cache
+        )
         expect_steps(self.model.generation_config)
         # a thread begins with PyTorch's default stream, whatever its parent's is
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
@@ -280,12 +309,14 @@ class ModelWithCustomAttention:
         each layer.
         """
         self._check_lengths(tokens.shape[1], max_new_tokens)
-        options = _options(max_new_tokens, 1.0, 0, 1.0, False, None, cache)
+        options = generate_options(max_new_tokens, 1.0, 0, 1.0, False, None, cache)
         expect_steps(self.model.generation_config)
         recorded = dict.fromkeys(
             ("return_dict_in_generate", "output_logits", "output_hidden_states"), True
         )
-        return self._generate(tokens, mask, None, options | recorded)
+        # each token's states once, whatever the folder's generation_config.json has
+        once = {"use_cache": True, "prefill_chunk_size": None}
+        return self._generate(tokens, mask, None, options | recorded | once)
 
     def _generate(
         self, tokens: Tensor, mask: Tensor, seed: int | None, options: dict[str, Any]
@@ -293,7 +324,10 @@ class ModelWithCustomAttention:
         devices = [self.device] if self.device.type == "cuda" else []
         keep_random_state = nullcontext() if seed is None else torch.random.fork_rng(devices)
         # inference_mode: each call of torch takes a tenth less time than under transformers' own no_grad
-        with _generating, keep_random_state, torch.inference_mode():
+        expecting_finite = (
+            nullcontext() if options["return_dict_in_generate"] else self._expecting_finite()
+        )
+        with _generating, keep_random_state, torch.inference_mode(), expecting_finite:
             if seed is not None:
                 torch.manual_seed(seed)
             # BEGIN STAFF, for students: generator = self.model
@@ -305,6 +339,25 @@ class ModelWithCustomAttention:
                 pad_token_id=self.tokenizer.pad_token_id,
                 **options,
             )
+
+    @contextmanager
+    def _expecting_finite(self) -> Iterator[None]:
+        """NotFinite at the end of transformers' ``generate`` if its last logits are not finite.
+
+        To look at those of each step would wait for the GPU. What overflows in a layer stays in the cache of the next
+        one, and makes the last logits NaN, too.
+        """
+        newest: list[Tensor] = []
+
+        def keep(module: nn.Module, inputs: Any, logits: Tensor) -> None:
+            newest[:] = [logits[:, -1]]
+
+        with self.model.lm_head.register_forward_hook(keep):
+            try:
+                yield
+            finally:  # also where nothing could be drawn from them
+                for logits in newest:
+                    expect_finite(logits, self.model.dtype)
 
     def _check_lengths(self, prompt_tokens: int, max_new_tokens: int) -> None:
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
@@ -327,7 +380,7 @@ def _as_list(prompt: str | Sequence[str]) -> list[str]:
     return [prompt] if isinstance(prompt, str) else list(prompt)
 
 
-def _options(
+def generate_options(
     max_new_tokens: int,
     temperature: float,
     top_k: int,
@@ -355,23 +408,38 @@ def _options(
         # whatever the folder's generation_config.json has: one text for each prompt, as tokens
         "num_return_sequences": 1,
         "return_dict_in_generate": False,
+        "disable_compile": True,  # of a static cache: torch.compile takes a minute
     }
     if do_sample:
         options |= {"temperature": float(temperature), "top_k": top_k, "top_p": float(top_p)}
     if cache == "static":
-        # otherwise transformers runs torch.compile, which takes a minute
-        options |= {"cache_implementation": "static", "disable_compile": True}
+        options["cache_implementation"] = "static"
     return options
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Hides the bar that transformers shows while it loads weights."""
-    shown = logging.is_progress_bar_enabled()
+def _loading(folder: Path) -> Iterator[None]:
+    """ValueError that names the folder: for what is wrong in its files transformers raises any class."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"cannot load the model in {folder}: {type(error).__name__}: {error}"
+        ) from error
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Hides the bar that transformers shows while it loads weights, and its report of those that do not fit."""
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
 

@@ -1,8 +1,10 @@
 """GPT-2's text as it comes, its command, and where it parts from Hugging Face's."""
 
 import copy
+import http.client
 import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -15,16 +17,18 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
+from transformers.utils import logging as transformers_logging
 
 from common.build import KernelError
 from common.paths import ROOT
-from task7 import attention, inference
+from task7 import attention, bisection, find, inference
 from task7.attention import NAME, course_attention, kernel_calls
-from task7.bisection import _origin, bisect, show
+from task7.bisection import _origin, bisect, bisect_batch, show
 from task7.inference import PROMPT, TINY, ModelWithCustomAttention
 from task7.model import LEAST_TEMPERATURE
-from task7.streaming import Meter, texts_of
+from task7.streaming import Meter, NotFinite, _Blocks, texts_of
 
 PROMPTS = ("Once upon a time there was", "Why?", "One morning, Mira walked to")
 
@@ -37,6 +41,23 @@ def model():
 @pytest.fixture(scope="module")
 def reference():
     return ModelWithCustomAttention(TINY, device="cpu", attention="sdpa")
+
+
+@pytest.fixture
+def planted():
+    """A function that plants an error: calls of layer 1 that ``where`` accepts return what ``spoil`` makes of them."""
+
+    def plant(spoil, where=lambda q: True):
+        def wrong(module, query, *args, **options):
+            out, weights = course_attention(module, query, *args, **options)
+            if module.layer_idx == 1 and where(query):
+                out = spoil(out)
+            return out, weights
+
+        AttentionInterface.register(NAME, wrong)
+
+    yield plant
+    AttentionInterface.register(NAME, course_attention)
 
 
 def joined(pieces):
@@ -155,6 +176,39 @@ def test_the_least_temperature_is_greedy(model, temperature):
     assert model.generate("Once upon", 20, **options) == model.generate("Once upon", 20)
 
 
+@pytest.fixture
+def said_by_transformers(caplog, monkeypatch):
+    """What its logger would write to stderr, also if it has said it before."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    transformers_logging.warning_once.cache_clear()
+    return caplog
+
+
+def test_a_special_token_in_a_prompt(said_by_transformers):
+    model = ModelWithCustomAttention(TINY, device="cpu")
+    end = model.tokenizer.eos_token
+    assert model.encode([f"{end}Once"])[0].shape == (1, 2)
+    assert model.generate(f"{end}Once", 3).startswith("Once")  # the text is without it
+    assert model.generate(end, 3) == joined(model.stream(end, 3))[0] != ""
+    assert bisect(model, model, end, 3).new == 3 and not said_by_transformers.records
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 1}], ids=["greedy", "sampled"])
+def test_logits_that_are_not_finite(model, planted, options):
+    planted(lambda out: out * torch.nan, where=lambda q: q.shape[2] == 1)
+    words = (
+        "of the model must be finite; got NaN or infinity in float32, whose largest number is 3.4"
+    )
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        with pytest.raises(NotFinite, match=words):
+            model.generate(prompts, 4, **options)
+        pieces = model.stream(prompts, 4, **options)
+        assert next(pieces)  # the prompt's own are finite
+        with pytest.raises(NotFinite, match=words):
+            list(pieces)
+        assert model.generate(prompts, 1, **options)
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -227,6 +281,20 @@ def test_a_terminal_shows_several_prompts_growing(capsys, monkeypatch):
     assert "\x1b[1mWhy?\x1b[0m" in said and "\x1b[?25h" in said  # the cursor is shown again
 
 
+def test_blocks_that_do_not_fit_show_their_last_rows_until_they_are_complete():
+    blocks, console = _Blocks(["a", "b"]), Console(width=10, height=8, file=io.StringIO())
+
+    def shown():
+        rows = console.render_lines(blocks, pad=False)
+        return ["".join(segment.text for segment in row).rstrip() for row in rows]
+
+    for i in range(6):
+        blocks.add([f" {i}1234567", f" {i}1"])
+    assert shown() == ["", "31234567", "41234567", "51234567", "", "b 01 11 21", "31 41 51"]
+    blocks.growing = False
+    assert len(shown()) == 10 and shown()[:3] == ["", "a 01234567", "11234567"]
+
+
 def test_numbers_and_dtype_reach_the_model(model, capsys):
     numbers = {"temperature": 1.5, "top_k": 5, "top_p": 0.8, "seed": 7}
     options = [f"--{name.replace('_', '-')}={value}" for name, value in numbers.items()]
@@ -243,8 +311,8 @@ def test_numbers_and_dtype_reach_the_model(model, capsys):
         (["--model", "gpt-17"], "known are gpt2, gpt2-medium, gpt2-large, gpt2-xl, tiny"),
         (
             ["--model", str(ROOT / "task7")],
-            "has no GPT-2 in it: expected config.json, model.safetensors, vocab.json, merges.txt; "
-            "or config.json, model.safetensors, tokenizer.json",
+            "has no GPT-2 in it: expected config.json; model.safetensors or model.safetensors.index.json; "
+            "and vocab.json and merges.txt, or tokenizer.json",
         ),
         (["--model", ""], "unknown model '': known are gpt2"),
         (["--model", "m" * 5000], "mm...': known are gpt2"),
@@ -255,6 +323,13 @@ def test_numbers_and_dtype_reach_the_model(model, capsys):
         (["--device", "abacus"], "device must be cpu or cuda; got 'abacus'"),
         (["--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
         (["--bisect", "--prompt", "a", ""], "at least one character"),
+        (
+            ["--bisect", "--temperature", "nan"],
+            "temperature must be at least 1e-30 and finite; got nan",
+        ),
+        (["--bisect", "--top-k", "-3"], "top_k must be at least 0"),
+        (["--bisect", "--top-p", "0"], "top_p must be above 0"),
+        (["--bisect", "--seed", "-3"], "seed must be from 0 to 2**64 - 1; got -3"),
     ],
 )
 def test_bad_arguments_end_with_a_sentence(arguments, words):
@@ -277,20 +352,93 @@ def folder(tmp_path):
         ("config.json", "{}", "the model in {} is of type None"),
         ("config.json", {"n_head": 0}, "cannot load the model in {}: ZeroDivisionError: "),
         ("config.json", {"n_head": 5}, "cannot load the model in {}: ValueError: "),
+        ("config.json", {"n_layer": 0}, "the model in {} must have at least one layer; got 0"),
+        (
+            "config.json", {"n_layer": 2},
+            "the weights in {} have 22 beyond those of its config.json: transformer.h.2.attn.c_attn.weight, "
+            "transformer.h.2.attn.c_proj.bias, transformer.h.2.attn.c_proj.weight, ...",
+        ),
+        (
+            "config.json", {"n_positions": 2048},
+            "the weights in {} do not fit its config.json, 1 of them: transformer.wpe.weight must be (2048, 192); "
+            "got (1024, 192)",
+        ),
+        ("config.json", {"return_dict": False}, "cannot load the model in {}: AttributeError: "),
         ("config.json", {"n_layer": 6}, "the weights in {} lack 24 of the model's, transformer.h.4"),
         ("config.json", {"tie_word_embeddings": False}, "lack 1 of the model's, lm_head.weight among"),
         ("generation_config.json", "{", "cannot read {}/generation_config.json as JSON"),
+        ("generation_config.json", {"eos_token_id": "x"}, "cannot load the model in {}: TypeError: "),
+        ("generation_config.json", {"max_time": "x"}, "cannot load the model in {}: TypeError: "),
+        ("generation_config.json", {"cache_implementation": "quantized"}, "cannot load the model in {}: ImportError: "),
+        ("tokenizer_config.json", {"model_max_length": "x"}, "cannot load the model in {}: TypeError: "),
         ("tokenizer.json", "{", "cannot read {}/tokenizer.json as JSON"),
         ("tokenizer.json", "{}", "cannot load the model in {}: KeyError: "),
         ("tokenizer_config.json", "null", "{}/tokenizer_config.json must be a JSON object"),
     ],
 )  # fmt: skip
-def test_a_model_that_cannot_be_read(folder, file, content, words):
+def test_a_model_that_cannot_be_read(folder, file, content, words, said_by_transformers):
     if isinstance(content, dict):  # changes to what is there
         content = json.dumps(json.loads((folder / file).read_text()) | content)
     (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=re.escape(words.format(folder))):
         ModelWithCustomAttention(folder)
+    assert not said_by_transformers.records  # the sentence has it all
+
+
+def change_weights(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_masks_of_earlier_versions_among_the_weights(folder, model):
+    def add_masks(weights):
+        weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, 4, 4).tril()
+        weights["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
+
+    change_weights(folder, add_masks)
+    assert ModelWithCustomAttention(folder).generate("Once", 5) == model.generate("Once", 5)
+
+
+def test_weights_in_several_files(folder, model):
+    (folder / "model.safetensors").unlink()
+    model.model.save_pretrained(folder, max_shard_size="4MB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    loaded, _ = inference.find_model(folder)
+    assert ModelWithCustomAttention(loaded).generate("Once", 5) == model.generate("Once", 5)
+    (folder / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ValueError, match="model.safetensors.index.json as JSON"):
+        inference.find_model(folder)
+
+
+def test_a_server_that_does_not_speak_http(monkeypatch):
+    def answer(*_, **__):
+        raise http.client.BadStatusLine("SSH-2.0")
+
+    monkeypatch.setattr(find.urllib.request, "urlopen", answer)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(ValueError, match="cannot download openai-community/gpt2 from .*: SSH-2.0"):
+        find._download("openai-community/gpt2", None)
+
+
+def overflow(weights):
+    """In float16 alone: the inner product of layer 1 exceeds 65504."""
+    for name in ("c_fc", "c_proj"):
+        weights[f"transformer.h.1.mlp.{name}.weight"] *= 200
+
+
+@pytest.mark.parametrize("arguments", [[], ["--sample"], ["--bisect"]], ids=" ".join)
+def test_a_model_that_overflows(folder, capsys, arguments):
+    change_weights(folder, overflow)
+    options = ["--model", str(folder), "--max-new-tokens", "3", "--prompt", "Once upon"]
+    whose = "reference" if "--bisect" in arguments else "model"
+    with pytest.raises(
+        SystemExit, match=f"error: the logits of the {whose} must be finite; got NaN or infinity in float16, whose "
+        "largest number is 65504",
+    ):  # fmt: skip
+        command(*options, "--dtype", "float16", *arguments)
+    assert "Once" not in capsys.readouterr().out
+    command(*options, "--dtype", "bfloat16", *arguments)
 
 
 def test_a_tokenizer_of_another_model(folder, model):
@@ -356,23 +504,6 @@ def test_ctrl_c_ends_it():
 
 
 # ---- bisect
-
-
-@pytest.fixture
-def planted():
-    """A function that plants an error: calls of layer 1 that ``where`` accepts return what ``spoil`` makes of them."""
-
-    def plant(spoil, where=lambda q: True):
-        def wrong(module, query, *args, **options):
-            out, weights = course_attention(module, query, *args, **options)
-            if module.layer_idx == 1 and where(query):
-                out = spoil(out)
-            return out, weights
-
-        AttentionInterface.register(NAME, wrong)
-
-    yield plant
-    AttentionInterface.register(NAME, course_attention)
 
 
 def shown(found, model):
@@ -450,6 +581,57 @@ def test_origin_is_the_first_pass_then_the_first_layer():
     assert (found.layer, found.position, found.first, found.last) == (1, 3, 0, 3)
 
 
+def test_bisect_of_weights_that_are_nan(folder):
+    change_weights(folder, lambda weights: weights["transformer.ln_f.weight"].fill_(torch.nan))
+    models = [ModelWithCustomAttention(folder, attention=name) for name in (NAME, "sdpa")]
+    with pytest.raises(NotFinite, match="the logits of the reference must be finite"):
+        bisect(*models, "Once", 3)
+
+
+@pytest.mark.parametrize(
+    "file, change",
+    [
+        ("config.json", {"reorder_and_upcast_attn": True}),
+        ("generation_config.json", {"use_cache": False}),
+        ("generation_config.json", {"prefill_chunk_size": 1}),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
+)
+def test_bisect_of_a_model_with_other_options(folder, file, change):
+    content = json.loads((folder / file).read_text()) | change
+    (folder / file).write_text(json.dumps(content))
+    models = [ModelWithCustomAttention(folder, attention=name) for name in (NAME, "sdpa")]
+    found = bisect(*models, PROMPT, 5)
+    assert found.new == 5 and found.origin is None and not found.behind_layers
+
+
+@pytest.mark.parametrize("factor", [0.0, torch.nan], ids=["wrong", "NaN"])
+def test_bisect_sees_what_only_a_batch_has(capsys, planted, factor):
+    planted(lambda out: out * factor, where=lambda q: len(q) > 1)
+    with pytest.raises(SystemExit) as ended:
+        command("--bisect", "--prompt", *PROMPTS[:2], "--max-new-tokens", "12")
+    said = capsys.readouterr().out
+    assert ended.value.code == 1 and said.count("all tokens agree") == 2
+    assert re.search(
+        r"prompt 1, 'Why\?': only the batch differs, whose prompts are padded on the left; token \d+ is the first: "
+        r"\d+ '.*' with our attention, \d+ '.*' with Hugging Face; their logits are .* apart in float64",
+        said,
+    )
+
+
+def test_bisect_of_a_batch_allows_for_rounding(model, reference, planted, monkeypatch):
+    assert bisect_batch(model, reference, PROMPTS, 20) == []
+    planted(torch.zeros_like, where=lambda q: len(q) > 1)
+    found = {fork.prompt: fork for fork in bisect_batch(model, reference, PROMPTS, 20)}
+    assert 1 in found and all(fork.gap > 100 * fork.explained > 0 for fork in found.values())
+    tokens, mask = model.encode(PROMPTS)
+    fork, at = found[1], tokens.shape[1] - int(mask[1].sum())
+    for each, token in ((model, fork.ours), (reference, fork.reference)):
+        assert each.generate_tokens(tokens, mask, 20)[1, at + fork.position] == token
+    monkeypatch.setattr(bisection, "FACTOR", 1e9)
+    assert bisect_batch(model, reference, PROMPTS, 20) == []
+
+
 def test_bisect_wants_one_set_of_weights(model):
     other = copy.copy(model)
     other.model = copy.deepcopy(model.model)
@@ -462,7 +644,9 @@ def test_bisect_wants_one_set_of_weights(model):
 
 def test_the_command_bisects(capsys, planted):
     command("--bisect", "--prompt", "Once", "Why?", "--max-new-tokens", "4")
-    assert capsys.readouterr().out.count("all tokens agree") == 2
+    said = capsys.readouterr().out
+    assert said.count("all tokens agree") == 2
+    assert said.endswith("as one batch the prompts have no token that differs beyond rounding\n")
     planted(lambda out: out * 1.01)
     with pytest.raises(SystemExit) as ended:
         command("--bisect", "--prompt", "Once", "--max-new-tokens", "4")
