@@ -78,8 +78,9 @@ struct Shared {
   }
 };
 
-// A warp's tiles, a few ahead of where they are used.
-template <typename Math, typename Sharing, bool PAGED>
+// A warp's tiles, a few ahead of where they are used. If it FILLS all stages ahead of the wait, not all but one, no
+// tile is loaded with the first one.
+template <typename Math, typename Sharing, bool PAGED, bool FILLS>
 struct Loader {
   using T = typename Math::T;
   static constexpr int PIECE = 16 / sizeof(T), PIECES = Math::D / PIECE;  // a row is copied in pieces of 16 bytes
@@ -91,15 +92,11 @@ struct Loader {
   // The first tiles are found before the wait: with pages, to find a tile takes longer than to load it. But a block of
   // eight warps is alone on its SM, and loads the first tile before it finds the next.
   static constexpr bool FINDS_AHEAD = PAGED && !Sharing::SEVERAL_SEGMENTS && WARPS == 4;
-  static constexpr int AHEAD = Shared<Math, Sharing>::STAGES - 1;
+  static constexpr int AHEAD = Shared<Math, Sharing>::STAGES - !FILLS;
   // Warps that share a scheduler and compute much with each tile take least time with few instructions in the loop over
   // tiles: a tile is one group of copies, and new places are found outside of the loop. Others take less time if keys
   // do not wait for values.
   static constexpr bool SHORT_LOOP = PAGED && WARPS == 8 && Math::ROWS == 16 && sizeof(T) == 2;
-  // Whether all stages are filled ahead of the wait, not all but one, by a warp with this many tiles or more. Then the
-  // places of the next tiles are found while more is on its way.
-  static constexpr bool MAY_FILL = PAGED && WARPS == 8 && Math::ROWS == 8 && sizeof(T) == 2;
-  static constexpr int TILES_TO_FILL = 7;
 
   // Where a tile is: this lane's piece of each group's first row, that row's place among the keys that are seen by some
   // row of q, and which of the lane's rows are.
@@ -113,7 +110,6 @@ struct Loader {
   Walk walk;
   uint64_t policy;
   Tile first[FINDS_AHEAD ? AHEAD : 1], next;
-  bool filled;               // all stages are: with the first tile, no further one is loaded
   unsigned missing;          // of the stages: bits GROUPS * i and on of stage i
   const T *k_head, *v_head;  // this lane's piece of the kv head's first rows
   int keys;                  // that some row sees
@@ -180,11 +176,10 @@ struct Loader {
 
   // Whether the launch ahead of this one writes none of the keys of a share's first tiles.
   static DEVICE bool may_be_early(const Decode& a, const Walk& w) {
-    constexpr int FIRST = AHEAD + MAY_FILL;
-    int end = w.tile + (min(FIRST - 1, (w.end - 1 - w.tile) >> w.step_bits) << w.step_bits) + 1;
+    int end = w.tile + (min(AHEAD - 1, (w.end - 1 - w.tile) >> w.step_bits) << w.step_bits) + 1;
     if constexpr (Sharing::TREE) {
       Walk ahead = w;
-      for (int i = 1; i < FIRST; ++i) {
+      for (int i = 1; i < AHEAD; ++i) {
         ahead.advance<Sharing::TREE>();
         if (ahead.tile < w.end) end = max(end, ahead.tile + 1);
       }
@@ -200,7 +195,7 @@ struct Loader {
       if (next.any) move_on(a);
     } else {
 #pragma unroll 1  // instructions that run once have to be fetched
-      for (int stage = 0; stage < AHEAD + (MAY_FILL && filled); ++stage) {
+      for (int stage = 0; stage < AHEAD; ++stage) {
         copy_tile(a, next, stage);
         if (next.any) move_on(a);
       }

@@ -90,12 +90,12 @@ constexpr int fewest_on_an_sm() {
   return KV_BYTES <= 64 * 1024 && few_registers ? 3 : 2;
 }
 
-template <typename Math, typename Sharing, bool PAGED>
+template <typename Math, typename Sharing, bool PAGED, bool FILLS = false>
 __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) decode_kernel(Decode a) {
   using T = typename Math::T;
   using Memory = Shared<Math, Sharing>;
   constexpr int D = Math::D, ROWS = Math::ROWS, KEYS = Math::KEYS, STAGES = Memory::STAGES;
-  using Load = Loader<Math, Sharing, PAGED>;
+  using Load = Loader<Math, Sharing, PAGED, FILLS>;
   // Whether a warp loads a tile before it computes with one, not while it does. With pages that is faster where warps
   // have a scheduler to themselves; without, by 3 % with head_dim 128, but slower by up to 4 % with 64.
   constexpr bool LOADS_FIRST = PAGED && WARPS == 4 && !Sharing::SEVERAL_SEGMENTS;
@@ -124,7 +124,6 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
       loader.start(a, mem.KV[0][0][0][0], share.any(loader.walk));
       queries.find_here();
       keys_first = !again && share.any(walk) && Load::may_be_early(a, walk);
-      loader.filled = Load::MAY_FILL && keys_first && (walk.end - walk.tile) >> walk.step_bits >= Load::TILES_TO_FILL;
       if (again) {
         cp_async_wait<0>();
       } else if (!keys_first && share.any(walk)) {
@@ -155,6 +154,7 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
     math.load_queries(mem.Q[0]);
     const float scale = a.scale * LOG2_E;
     int stage = first_stage();
+    bool filled = FILLS;
     // The warp's tiles up to `end`, as one part.
     auto add_tiles = [&](int end) {
       math.start();
@@ -168,10 +168,7 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
           __syncwarp();  // the stage that is loaded now has been read
           loader.load(a, stage == 0 ? STAGES - 1 : stage - 1);
         }
-        if (Load::MAY_FILL && loader.filled)
-          cp_async_wait<STARTED + COPY_GROUPS - 1>();
-        else
-          cp_async_wait<STARTED - 1>();
+        filled ? cp_async_wait<STARTED + COPY_GROUPS - 1>() : cp_async_wait<STARTED - 1>();
         if (IN_STEP) __syncthreads();
         if (IN_STEP && walk.tile >= end) return;
         __syncwarp();  // K_j complete, and the stage that is loaded now has been read
@@ -179,9 +176,9 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
         const unsigned exists = loader.existing(stage);
         const bool all_seen = loader.all_exist() && key_0 >= from && key_0 <= to;
         math.scores(mem.Q[0], mem.KV[stage][0][warp][0]);
-        if (!LOADS_FIRST && !(Load::MAY_FILL && loader.filled))
-          loader.load(a, stage == 0 ? STAGES - 1 : stage - 1);  // while the products are computed
-        loader.filled = false;
+        // while the products are computed
+        if (!LOADS_FIRST && !filled) loader.load(a, stage == 0 ? STAGES - 1 : stage - 1);
+        filled = false;
         if (!all_seen)
           math.mask({key_0, walk.s.begin, walk.s.len, a.q_len, a.window, walk.row_0 * ROWS, a.group, exists});
         math.softmax(scale);
@@ -287,18 +284,24 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
 template <typename Math>
 constexpr int leaf_tile_bits() { return Math::STATES_THAT_FIT > 1 ? 2 : 3; }
 
-template <typename Math, typename Sharing, bool PAGED>
-static cudaError_t launch(Decode a, int blocks, cudaStream_t stream) {
-  constexpr auto kernel = decode_kernel<Math, Sharing, PAGED>;
-  while (1 << a.tile_bits < Sharing::TILE_WARPS * Math::KEYS) ++a.tile_bits;
-  a.row_tiles = Divisor(ceil_div(a.rows, Math::ROWS)), a.leaf_tile_bits = leaf_tile_bits<Math>();
+template <typename Math, typename Sharing, bool PAGED, bool FILLS = false>
+static cudaError_t launch(const Decode& a, int blocks, cudaStream_t stream) {
+  constexpr auto kernel = decode_kernel<Math, Sharing, PAGED, FILLS>;
   if (cudaError_t error = allow_shared_memory<kernel, sizeof(Shared<Math, Sharing>)>()) return error;
   if (cudaError_t error = prefer_shared_memory<kernel>()) return error;
   const int bytes = Shared<Math, Sharing>::bytes(Sharing::most_tiles(a, blocks));
   return Sharing::launch(kernel, a, blocks, bytes, stream);
 }
 template <typename Math, typename Sharing>
-static cudaError_t launch(const Decode& a, int blocks, cudaStream_t stream) {
-  if (a.block_table) return launch<Math, Sharing, true>(a, blocks, stream);
-  return launch<Math, Sharing, false>(a, blocks, stream);
+static cudaError_t launch(Decode a, int blocks, cudaStream_t stream) {
+  while (1 << a.tile_bits < Sharing::TILE_WARPS * Math::KEYS) ++a.tile_bits;
+  a.row_tiles = Divisor(ceil_div(a.rows, Math::ROWS)), a.leaf_tile_bits = leaf_tile_bits<Math>();
+  if (!a.block_table) return launch<Math, Sharing, false>(a, blocks, stream);
+  // Eight warps find a tile's place when the tile before has been asked for. Of so many tiles all that there is room
+  // for are asked for ahead: meanwhile the memory has more to deliver.
+  if constexpr (WARPS == 8 && !IN_STEP && Math::ROWS == 8 && sizeof(typename Math::T) == 2) {
+    const auto tiles = Sharing::most_tiles(a, blocks);
+    if (tiles >= 7 && tiles < 24) return launch<Math, Sharing, true, true>(a, blocks, stream);
+  }
+  return launch<Math, Sharing, true>(a, blocks, stream);
 }
