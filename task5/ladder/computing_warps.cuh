@@ -237,6 +237,7 @@ struct Consumer {
     wait_for_the_launch_before();
     Item item(c, blockIdx.x, N);
     load_queries(item);
+    wait_for_cluster();  // all of its blocks have started, and this one's mbarriers are initialised
     meet();  // Q complete
     mbarrier_wait(&mem.known, 0);
     s = mem.sequence;

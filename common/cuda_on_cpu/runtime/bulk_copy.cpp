@@ -86,7 +86,7 @@ void check_box(const TensorMap& map, const int (&at)[5], Access access, const vo
 void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* barrier, const char* file, int line) {
   Worker& worker = *this_worker;
   check_shared("bulk_load", shared, 16, file, line);
-  check_mbarrier(barrier, "bulk_load", file, line);
+  check_mbarrier(barrier, "bulk_load", __builtin_return_address(0), file, line);
   if (reinterpret_cast<uintptr_t>(global) % 16 != 0 || bytes % 16 != 0)
     worker.fail(cudaErrorMisalignedAddress,
                 format("bulk_load: the global address and the number of bytes, %u, must be multiples of 16", bytes),
@@ -103,7 +103,7 @@ void tensor_load(void* shared, const void* of, const int (&at)[5], uint64_t* bar
   std::memcpy(&map, of, sizeof map);
   const unsigned bytes = map.rows() * map.row_bytes();
   check_shared("tma_load", shared, 128, file, line);
-  check_mbarrier(barrier, "tma_load", file, line);
+  check_mbarrier(barrier, "tma_load", __builtin_return_address(0), file, line);
   if (is_checked()) {
     const void* pc = __builtin_return_address(0);
     check_box(map, at, Access::read, pc);

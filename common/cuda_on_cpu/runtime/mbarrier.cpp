@@ -60,9 +60,11 @@ bool is_over(const Fiber& fiber) { return (load(fiber.awaited) & 1) != fiber.awa
 
 }  // namespace
 
-void check_mbarrier(const uint64_t* barrier, const char* operation, const char* file, int line) {
+void check_mbarrier(const uint64_t* barrier, const char* operation, const void* pc, const char* file, int line) {
   check_address(barrier, operation, file, line);
   if (load(barrier) >> 63) this_worker->fail(format("%s: the mbarrier is not initialised", operation), file, line);
+  // It may be so by chance. Of what is done with an mbarrier only its init has to be ordered: a write among reads.
+  if (this_worker->launch->site.checked) check_access(barrier, sizeof *barrier, Access::read, pc);
 }
 
 const char* count_bytes(uint64_t* barrier, unsigned bytes) {
@@ -87,11 +89,13 @@ void mbarrier_init(uint64_t* barrier, int arrivals, const char* file, int line) 
                       file, line);
   Fields fields(0);
   fields.arrivals = fields.missing = arrivals, fields.bytes = 0;
+  if (this_worker->launch->site.checked)
+    check_access(barrier, sizeof *barrier, Access::write, __builtin_return_address(0));
   __atomic_store_n(barrier, fields.word(), __ATOMIC_RELEASE);
 }
 
 void mbarrier_arrive(uint64_t* barrier, unsigned bytes, const char* file, int line) {
-  check_mbarrier(barrier, "mbarrier_arrive", file, line);
+  check_mbarrier(barrier, "mbarrier_arrive", __builtin_return_address(0), file, line);
   this_worker->release(barrier);
   const char* wrong = update(barrier, [bytes](Fields& fields) -> const char* {
     if (fields.missing == 0) return "more arrivals than the phase waits for";
@@ -104,7 +108,7 @@ void mbarrier_arrive(uint64_t* barrier, unsigned bytes, const char* file, int li
 
 void mbarrier_wait(uint64_t* barrier, int parity, const char* file, int line) {
   Worker& worker = *this_worker;
-  check_mbarrier(barrier, "mbarrier_wait", file, line);
+  check_mbarrier(barrier, "mbarrier_wait", __builtin_return_address(0), file, line);
   if (parity != 0 && parity != 1) worker.fail(format("mbarrier_wait: parity is 0 or 1; got %d", parity), file, line);
   worker.wait_until("mbarrier_wait", is_over, barrier, uint64_t(parity), file, line);
   worker.acquire(barrier);
