@@ -21,6 +21,8 @@ SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest,
 # Keys of all kv heads, head_dim 128 or twice as many of 64: where all SMs begin to be faster than every other one,
 # where they stop to be, and where they are again. See _fastest_of_few_pairs().
 FEW_KEYS, MEDIUM_KEYS, MOST_KEYS = 20_000, 40_000, 1 << 18
+SOME_KEYS = 35_000  # as FEW_KEYS, where four blocks and more share a pair
+PAIR_KEYS = 3072  # of a pair: up to so many, four warps take less time than eight
 LONG_BOX = 64  # keys of a page: of fewer, rung 5's copies are too small
 
 
@@ -93,49 +95,66 @@ def _fastest_of_equal_lengths(
     if heads > sms:
         rung = _fastest_of_many_pairs(call, heads, kv_len, batch_invariant, page_size)
         return Choice(rung, promised)
-    keys = heads * kv_len * call.head_dim // 128
-    if 4 * heads > sms:
-        if not promised:
-            return Choice(EIGHT_WARPS if 2 * heads <= sms and kv_len >= LONG_CACHE else 4)
-        return Choice(EIGHT_WARPS if keys >= MEDIUM_KEYS else 4, keys > FEW_KEYS)
-    if 64 * heads <= sms and not batch_invariant:  # a cluster for each would leave most SMs idle
-        if kv_len > 2 * LONG_CACHE and (page_size or LONG_BOX) >= LONG_BOX:
-            return Choice(KEYS_AS_ROWS)
-        return Choice(EIGHT_WARPS if promised else 4, promised)
-    return _fastest_of_few_pairs(call, heads, keys, batch_invariant, page_size, promised)
+    return _fastest_of_few_pairs(call, heads, kv_len, batch_invariant, page_size, promised)
 
 
 def _fastest_of_few_pairs(
     call: Call,
     heads: int,
-    keys: int,
+    kv_len: int,
     batch_invariant: bool,
     page_size: int | None,
     promised: bool,
 ) -> Choice:
-    """The fastest where several blocks share each pair.
+    """The fastest where each pair has an SM, or several: a power of two of them.
 
-    The keys of up to 100 MB come as fast to half of the SMs as to all, and then the next launch's blocks find an SM
-    before this one ends. Of some, one launch ends as another one's loads begin: there all SMs are faster, if keys are
-    loaded ahead of the wait.
+    What counts is how many SMs have a block then. On almost all of them rung 6 is the fastest, as its blocks read most
+    at once; on fewer, rung 4's: they leave the memory to the next launch's, which finds idle SMs in any case. Only few
+    keys are better loaded ahead of the wait there.
     """
-    many = 8 * heads > call.sms  # two blocks each are on half of the SMs
-    if _fill_every_other_sm(call, heads):
+    pair_keys = kv_len * call.head_dim // 128
+    keys, blocks = heads * pair_keys, power_of_two(call.sms // heads)
+    if blocks > MOST_BLOCKS:  # SMs are left over
+        long = kv_len > 2 * LONG_CACHE and (page_size or LONG_BOX) >= LONG_BOX
+        if 64 * heads <= call.sms and long and not batch_invariant:
+            return Choice(KEYS_AS_ROWS)
+        # A batch-invariant call has no more leaves than four warps in each block.
+        short = pair_keys <= (2 * PAIR_KEYS if batch_invariant else PAIR_KEYS)
+        return Choice(4 if short else EIGHT_WARPS, promised)
+    every_other_sm = blocks > 4 and _fill_every_other_sm(call, heads)
+    crowded = blocks == 4 and 20 * heads * blocks >= 19 * call.sms
+    if keys <= (FEW_KEYS if crowded or blocks < 4 else SOME_KEYS):
+        if blocks < MOST_BLOCKS or not promised:
+            return Choice(4, promised, every_other_sm and not promised)
         if keys <= FEW_KEYS:
-            return Choice(4, promised, every_other_sm=True)
-        # With pages, blocks of clusters of 16 find what they load too late.
-        large = page_size and MOST_BLOCKS * heads <= call.sms
-        enough = 3 * MEDIUM_KEYS // 4 if large else MEDIUM_KEYS
-        # There all SMs have more blocks, unless a batch-invariant call has no more leaves.
-        more = (MOST_BLOCKS // 2 if batch_invariant else MOST_BLOCKS) * heads > call.sms // 2
-        if promised and keys < enough and more:
-            return Choice(EIGHT_WARPS if many else 4, ahead=True)
-        return Choice(4, every_other_sm=True) if keys <= MOST_KEYS else Choice(EIGHT_WARPS)
-    if keys <= FEW_KEYS:
+            return Choice(4, ahead=True, every_other_sm=every_other_sm or batch_invariant)
+        # With pages blocks of clusters of 16 find what they load too late, and leaves may be too few for these.
+        late = every_other_sm and (page_size or batch_invariant)
+        return Choice(4, every_other_sm=True) if late else Choice(4, ahead=True)
+    if blocks == MOST_BLOCKS:
+        if every_other_sm:
+            return Choice(4, every_other_sm=True) if keys <= MOST_KEYS else Choice(EIGHT_WARPS)
+        if page_size:
+            return Choice(4)
+        return Choice(EIGHT_WARPS, promised and batch_invariant, not batch_invariant)
+    if not _are_on_most_sms(call, heads * blocks):
+        most = (5 if batch_invariant and blocks == 1 else 2.5) * FEW_KEYS
+        if promised and keys < most and not page_size:
+            return Choice(EIGHT_WARPS, ahead=True)
+        return Choice(4, promised and bool(page_size) and blocks == 1 and keys > 10 * FEW_KEYS)
+    if (
+        crowded
+    ):  # clusters of four on almost all SMs: the next launch's find no four free ones ahead
+        return Choice(EIGHT_WARPS, promised and keys < MEDIUM_KEYS)
+    if not promised or (blocks == 8 and page_size and every_other_sm):
+        return Choice(4, every_other_sm=every_other_sm)
+    if blocks == 2 and pair_keys > PAIR_KEYS and not page_size:
         return Choice(4)
-    if promised:
-        return Choice(EIGHT_WARPS if keys >= MEDIUM_KEYS else 4, ahead=True)
-    return Choice(4 if keys <= 2 * MEDIUM_KEYS else EIGHT_WARPS)
+    return Choice(EIGHT_WARPS, ahead=True)
+
+
+def _are_on_most_sms(call: Call, blocks: int) -> bool:
+    return 9 * blocks >= 7 * call.sms
 
 
 def _fill_every_other_sm(call: Call, heads: int) -> bool:
@@ -149,6 +168,8 @@ def _in_step(
 ) -> bool:
     """Whether rung 7 is faster than 4 and 6: where an SM reads more than 3 MB in order, and computes little with it."""
     if call.head_dim > 128 or call.rows * call.item_size > ROWS or heads > call.sms:
+        return False
+    if not _are_on_most_sms(call, heads * power_of_two(call.sms // heads)):
         return False
     if page_size or (batch_invariant and call.item_size == 4):
         return False
@@ -188,21 +209,10 @@ def _fastest_of_many_pairs(
         room = at_once * call.sms
         return -heads % room / (heads + -heads % room)
 
-    in_order = not page_size and kv_len >= (4 if call.head_dim == 128 else 2) * SHORT_CACHE
-    if call.head_dim == 64:
-        if in_order:
-            return IN_STEP
-        if batch_invariant:
-            return 3
-        # With pages, or of few, a block of rung 5 that takes one pair after the other is the fastest.
-        few = idle(2) <= idle(1) and heads <= 6 * call.sms
-        if page_size or few:
-            return KEYS_AS_ROWS
-        one_wave = call.rows <= 8 and heads <= 3 * call.sms and idle(3) < 0.05
-        return 3 if one_wave else EIGHT_WARPS
-    if batch_invariant and in_order:
-        return IN_STEP
-    if idle(2) <= idle(1):
-        return 4
-    three = call.rows <= 8 and not batch_invariant and kv_len <= SHORT_CACHE
-    return 3 if three and idle(3) <= idle(1) else EIGHT_WARPS
+    if idle(2) <= 0.2:
+        in_order = call.head_dim == 128 and not page_size and kv_len >= 4 * SHORT_CACHE
+        return IN_STEP if batch_invariant and in_order and idle(1) <= 0.1 else 4
+    few = heads <= 2 * call.sms
+    if batch_invariant:
+        return 3 if few or call.head_dim == 64 else EIGHT_WARPS
+    return 3 if few or idle(3) <= 0.15 else EIGHT_WARPS

@@ -237,8 +237,7 @@ struct Consumer {
     wait_for_the_launch_before();
     Item item(c, blockIdx.x, N);
     load_queries(item);
-    wait_for_cluster();  // all of its blocks have started, and this one's mbarriers are initialised
-    meet();  // Q complete
+    barrier_sync(START, THREADS + 32);  // Q complete, mbarriers initialised
     mbarrier_wait(&mem.known, 0);
     s = mem.sequence;
     for (int i = mem.skipped; i > 0; --i) wait(), release(index), next();

@@ -7,6 +7,7 @@
 constexpr int MOST_BLOCKS = 16;  // of a cluster: a power of two
 constexpr int ALONE = 64;  // blocks that share a sequence by itself: a batch-invariant call has a part for each
 constexpr int COMPUTE = 1;  // named barrier of the four warps that compute
+constexpr int START = 2;    // of them and the one that loads, which does not wait for them
 
 struct Arguments {
   Decode a;

@@ -76,6 +76,7 @@ struct Producer {
   // one is complete may have changed then: it is read again while the first tiles are on their way, and these are
   // loaded once more if it has. Keys that the launch ahead does not write are loaded before it is complete.
   DEVICE void run() {
+    barrier_arrive(START, THREADS + 32);
     const Decode& a = c.a;
     int2 known = lengths(a, item.b);
     known = make_int2(__shfl_sync(~0u, known.x, 0), __shfl_sync(~0u, known.y, 0));

@@ -70,6 +70,7 @@ struct Merging {
       }
       if (threadIdx.x < 4) mem.m[4 * n + t()] = now.m[n], mem.l[4 * n + t()] = now.l[n];
     }
+    wait_for_cluster();  // all blocks of the cluster have started
     barrier_sync(COMPUTE, THREADS);
     const float *m = &mem.m[0].x, *l = &mem.l[0].x;
     constexpr int QUADS = D / 4;  // of a row: four columns each

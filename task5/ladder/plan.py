@@ -202,8 +202,8 @@ def _of_a_cluster(
 ) -> int:
     """How many blocks share a pair: a power of two.
 
-    All are there at once: as many as ``room``, or one on each SM, or two where each has much to do; and each has two
-    tiles at least. Rung 5 takes the memory's time with a block on every other SM.
+    All are there at once: as many as ``room``, or one on each SM, or two on almost each where they have much to do; and
+    each has two tiles at least. Rung 5 takes the memory's time with a block on every other SM.
     """
     pairs = batch * _pairs(call, rung, kv_heads)
     tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
@@ -213,7 +213,9 @@ def _of_a_cluster(
     def at_once(blocks: int) -> int:
         if rung == KEYS_AS_ROWS:
             return sms // 2
-        return room or (2 * sms if tiles >= LONG * blocks else sms)
+        # Where only some SMs have a second one, these end last.
+        two = tiles >= LONG * blocks and 9 * pairs * blocks >= 14 * sms
+        return room or (2 * sms if two else sms)
 
     while (
         2 * blocks <= min(most, tiles // 2)

@@ -17,7 +17,8 @@ def test_rung_7_reads_long_caches_in_order(h200):
         return fastest(h200(**{"dtype": 2} | shape), heads, kv_len, **given).rung
 
     assert rung(128, 8192) == rung(8, 131072) == rung(128, 8192, True) == IN_STEP
-    assert rung(128, 8192, head_dim=64) == rung(500, 2048, head_dim=64) == IN_STEP
+    assert rung(128, 8192, head_dim=64) == IN_STEP
+    assert rung(96, 16384) == 4  # on too few SMs
     assert rung(128, 8192, page_size=64) == rung(128, 4096) == rung(256, 8192) == 4
     assert rung(128, 4096, head_dim=64) == 4
     assert rung(128, 8192, rows=9) == rung(128, 8192, head_dim=256) == 4
@@ -38,29 +39,37 @@ HALF, AHEAD = {"every_other_sm": True}, {"ahead": True}
         (8, 8192, {}, 4, HALF),
         (8, 16384, {"head_dim": 64}, 4, HALF),
         (8, 65536, {}, EIGHT_WARPS, {}),
-        (4, 8192, {}, 4, HALF),  # all SMs would have no more blocks
-        (32, 512, {}, 4, HALF | AHEAD),
+        (4, 8192, {}, EIGHT_WARPS, AHEAD),  # of the SMs half would have none
+        (4, 2048, {}, 4, AHEAD),
+        (7, 8192, {}, EIGHT_WARPS, HALF),
+        (16, 1024, {}, 4, AHEAD),
+        (16, 8192, {}, EIGHT_WARPS, AHEAD),
+        (32, 512, {}, 4, AHEAD),
         (32, 1024, {}, EIGHT_WARPS, AHEAD),
-        (32, 2048, {}, 4, HALF),
-        (12, 1024, {"head_dim": 64}, 4, {}),  # which would be blocks on a third of the SMs
+        (32, 2048, {}, EIGHT_WARPS, {}),  # clusters of four fill the SMs
+        (28, 2048, {}, EIGHT_WARPS, AHEAD),
+        (12, 1024, {"head_dim": 64}, 4, AHEAD),
         (24, 1024, {}, 4, AHEAD),
         (24, 2048, {}, EIGHT_WARPS, AHEAD),
+        (24, 4096, {}, 4, {}),  # as on 96 SMs
+        (48, 4096, {}, 4, {}),
+        (96, 1024, {}, 4, {}),
         (1, 8192, {}, EIGHT_WARPS, AHEAD),
         (1, 65536, {}, KEYS_AS_ROWS, {}),
-        (64, 256, {}, 4, {}),
-        (64, 512, {}, 4, AHEAD),
+        (64, 256, {}, 4, AHEAD),
+        (64, 1024, {}, EIGHT_WARPS, AHEAD),
+        (64, 4096, {}, 4, {}),
         (128, 1024, {}, EIGHT_WARPS, AHEAD),
         (96, 1024, {"head_dim": 64}, EIGHT_WARPS, AHEAD),
         (128, 8192, {}, IN_STEP, AHEAD),
         (128, 8192, {"rows": 9}, EIGHT_WARPS, AHEAD),
         (256, 1024, {}, 4, AHEAD),  # two blocks on almost each SM
         (384, 1024, {}, 3, AHEAD),  # three
-        (384, 1024, {"rows": 9}, EIGHT_WARPS, AHEAD),
-        (384, 2048, {}, EIGHT_WARPS, AHEAD),
+        (192, 2048, {}, 3, AHEAD),
+        (288, 2048, {}, EIGHT_WARPS, AHEAD),
+        (384, 2048, {}, 3, AHEAD),
         (256, 8192, {}, 4, AHEAD),
-        (768, 1024, {"head_dim": 64}, KEYS_AS_ROWS, AHEAD),
-        (1536, 1024, {"head_dim": 64}, EIGHT_WARPS, AHEAD),
-        (768, 2048, {"head_dim": 64}, IN_STEP, AHEAD),
+        (768, 1024, {"head_dim": 64}, 4, AHEAD),
         (8, 4096, {"rows": 32}, EIGHT_WARPS, {}),  # as two pairs each
         (4, 4096, {"rows": 32}, EIGHT_WARPS, AHEAD),
         (8, 1024, {"rows": 32}, 4, AHEAD),
@@ -68,7 +77,6 @@ HALF, AHEAD = {"every_other_sm": True}, {"ahead": True}
         (67, 4096, {"rows": 32}, KEYS_AS_ROWS, {}),  # one read for all rows
         (8, 4096, {"rows": 33}, KEYS_AS_ROWS, {}),
         (384, 1024, {"head_dim": 64}, 3, AHEAD),
-        (384, 1024, {"head_dim": 64, "rows": 9}, EIGHT_WARPS, AHEAD),
         (320, 1024, {"head_dim": 64}, EIGHT_WARPS, AHEAD),  # a fifth of the third blocks is missing
         (8, 2048, {"head_dim": 256}, 4, AHEAD),
         (32, 1024, {"head_dim": 256}, 4, {}),  # clusters of four fill the SMs
@@ -89,9 +97,11 @@ def test_the_rung_of_16_bits(h200, heads, kv_len, shape, rung, how):
     [
         (8, 4096, {}, Choice(4, every_other_sm=True)),
         (24, 1024, {}, Choice(4)),
-        (24, 8192, {}, Choice(EIGHT_WARPS)),
+        (24, 8192, {}, Choice(4)),
+        (16, 1024, {}, Choice(4, every_other_sm=True)),
+        (32, 8192, {}, Choice(EIGHT_WARPS)),
         (64, 2048, {}, Choice(4)),
-        (64, 8192, {}, Choice(EIGHT_WARPS)),
+        (64, 8192, {}, Choice(4)),
         (128, 4096, {}, Choice(4)),
     ],
 )
@@ -108,7 +118,10 @@ def test_the_rungs_of_pages(h200):
     assert how(8, 4096, 64) == Choice(4, every_other_sm=True)
     assert how(16, 2048, 64) == Choice(4, ahead=True)
     assert how(32, 1024, 64) == Choice(EIGHT_WARPS, ahead=True)
-    assert how(500, 4096, 64, head_dim=64).rung == KEYS_AS_ROWS
+    assert how(7, 8192, 64) == how(24, 2048, 64) == how(96, 1024, 64) == Choice(4)
+    assert how(96, 4096, 64) == Choice(4, ahead=True)
+    assert how(16, 8192, 64) == Choice(4, every_other_sm=True)
+    assert how(64, 8192, 64) == Choice(EIGHT_WARPS, ahead=True)
 
 
 def test_the_rungs_of_many_pairs_batch_invariant(h200):
@@ -118,9 +131,9 @@ def test_the_rungs_of_many_pairs_batch_invariant(h200):
         given = dict(batch_invariant=True, page_size=page_size, promised=True)
         return [fastest(h200(dtype=2, **shape), heads, n, **given).rung for n in kv_lens]
 
-    assert rungs(512) == [4, 4, *[IN_STEP] * 3] and rungs(384) == [6, 6, *[IN_STEP] * 3]
-    assert rungs(512, head_dim=64) == [3, *[IN_STEP] * 4]
-    assert rungs(512, 64) == [4] * 5 and rungs(512, 64, head_dim=64) == [3] * 5
+    assert rungs(512) == [4, 4, *[IN_STEP] * 3] and rungs(384) == [EIGHT_WARPS] * 5
+    assert rungs(192) == rungs(384, head_dim=64) == [3] * 5
+    assert rungs(512, head_dim=64) == rungs(512, 64) == rungs(512, 64, head_dim=64) == [4] * 5
     assert rungs(8, rows=32) == [4, *[EIGHT_WARPS] * 4]
 
 
