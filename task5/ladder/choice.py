@@ -21,8 +21,9 @@ SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest,
 # Keys of all kv heads, head_dim 128 or twice as many of 64: where all SMs begin to be faster than every other one,
 # where they stop to be, and where they are again. See _fastest_of_few_pairs().
 FEW_KEYS, MEDIUM_KEYS, MOST_KEYS = 20_000, 40_000, 1 << 18
-SOME_KEYS = 35_000  # as FEW_KEYS, where four blocks and more share a pair
-PAIR_KEYS = 3072  # of a pair: up to so many, four warps take less time than eight
+# As FEW_KEYS, where clusters of four fill all SMs, where one or two blocks share a pair, and elsewhere.
+CROWDED_KEYS, UNSHARED_KEYS, SHARED_KEYS = 15_000, 25_000, 33_000
+PAIR_KEYS = 3072  # of one or two pairs: up to so many, four warps take less time than eight
 LONG_BOX = 64  # keys of a page: of fewer, rung 5's copies are too small
 
 
@@ -118,12 +119,14 @@ def _fastest_of_few_pairs(
         long = kv_len > 2 * LONG_CACHE and (page_size or LONG_BOX) >= LONG_BOX
         if 64 * heads <= call.sms and long and not batch_invariant:
             return Choice(KEYS_AS_ROWS)
-        # A batch-invariant call has no more leaves than four warps in each block.
-        short = pair_keys <= (2 * PAIR_KEYS if batch_invariant else PAIR_KEYS)
-        return Choice(4 if short else EIGHT_WARPS, promised)
+        most = PAIR_KEYS if heads <= 2 else LONG_CACHE // 2
+        if batch_invariant:  # then there are no more leaves than warps of four in each block
+            most = 2 * PAIR_KEYS
+        return Choice(4 if pair_keys <= most else EIGHT_WARPS, promised)
     every_other_sm = blocks > 4 and _fill_every_other_sm(call, heads)
     crowded = blocks == 4 and 20 * heads * blocks >= 19 * call.sms
-    if keys <= (FEW_KEYS if crowded or blocks < 4 else SOME_KEYS):
+    few = CROWDED_KEYS if crowded else UNSHARED_KEYS if blocks < 4 else SHARED_KEYS
+    if keys <= few:
         if blocks < MOST_BLOCKS or not promised:
             return Choice(4, promised, every_other_sm and not promised)
         if keys <= FEW_KEYS:
@@ -145,7 +148,7 @@ def _fastest_of_few_pairs(
     if (
         crowded
     ):  # clusters of four on almost all SMs: the next launch's find no four free ones ahead
-        return Choice(EIGHT_WARPS, promised and keys < MEDIUM_KEYS)
+        return Choice(EIGHT_WARPS, promised and keys <= SHARED_KEYS)
     if not promised or (blocks == 8 and page_size and every_other_sm):
         return Choice(4, every_other_sm=every_other_sm)
     if blocks == 2 and pair_keys > PAIR_KEYS and not page_size:

@@ -158,9 +158,8 @@ def _by_length(
     """A cluster for each pair, or as many as the GPU holds at once; and room for the parts of fewer than these."""
     tiles = -(-kv_len // call.query(BY_LENGTH, "keys_of_a_tile"))
     at_once = call.query(BY_LENGTH, "clusters_at_once", blocks=of_a_cluster, tiles=min(tiles, LONG))
-    if 7 * at_once <= 8 * batch * pairs:
-        # A few clusters without a pair would only be in the next launch's way.
-        at_once = min(at_once, batch * pairs)
+    # No more than pairs: of equal lengths each would be cut then.
+    at_once = min(at_once, batch * pairs)
     blocks = max(batch, -(-at_once // pairs)) * pairs * of_a_cluster
     parts = 4 * at_once // 3 + 1  # of clusters with more than three quarters of a share
     floats = parts * call.query(BY_LENGTH, "rows_of_a_pair") * call.head_dim // 4 * 6

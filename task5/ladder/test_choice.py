@@ -44,7 +44,10 @@ HALF, AHEAD = {"every_other_sm": True}, {"ahead": True}
         (7, 8192, {}, EIGHT_WARPS, HALF),
         (16, 1024, {}, 4, AHEAD),
         (16, 8192, {}, EIGHT_WARPS, AHEAD),
-        (32, 512, {}, 4, AHEAD),
+        (32, 256, {}, 4, AHEAD),
+        (32, 512, {}, EIGHT_WARPS, AHEAD),
+        (4, 4096, {}, 4, AHEAD),
+        (48, 1024, {"head_dim": 64}, 4, AHEAD),
         (32, 1024, {}, EIGHT_WARPS, AHEAD),
         (32, 2048, {}, EIGHT_WARPS, {}),  # clusters of four fill the SMs
         (28, 2048, {}, EIGHT_WARPS, AHEAD),

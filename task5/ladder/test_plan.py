@@ -102,9 +102,10 @@ def test_a_grid_has_a_cluster_for_each_pair_or_as_many_as_fit(h200):
     call = h200(dtype=2)
     one_each = plan(call, 64, 8, 4096, False, BY_LENGTH)
     assert (one_each.blocks, one_each.slots) == (64 * 8, 396) and one_each.counters == 64 * 8 + 1
-    few = plan(call, 16, 8, 8192, False, BY_LENGTH)  # clusters of two
-    assert (few.blocks, few.slots) == (25 * 8 * 2, 198) and few.counters == 128 * 2 + 1
+    few = plan(call, 16, 8, 8192, False, BY_LENGTH)  # clusters of two, no more of them than pairs
+    assert (few.blocks, few.slots) == (128 * 2, 128) and few.counters == 128 * 2 + 1
+    assert plan(call, 12, 8, 8192, False, BY_LENGTH).blocks == 96
     long = plan(call, 2, 8, 131072, False, BY_LENGTH)  # of 16 blocks
-    assert (long.blocks, long.slots) == (3 * 8 * 16, 21)
+    assert (long.blocks, long.slots) == (2 * 8 * 16, 16)
     # Rows of O, m and l, for clusters with more than three quarters of a share each.
-    assert few.floats == (4 * 198 // 3 + 1) * 8 * 128 // 4 * 6
+    assert few.floats == (4 * 128 // 3 + 1) * 8 * 128 // 4 * 6
