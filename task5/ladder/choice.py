@@ -64,7 +64,8 @@ def fastest(
     )
     bytes_ = 2 * heads * kv_len * call.head_dim * call.item_size
     if 2 <= lengths <= MOST_SEQUENCES and bytes_ >= UNEVEN_BYTES and choice.rung in ONE_TREE:
-        return Choice(BY_LENGTH, promised)
+        # Of more pairs than SMs some would load ahead, and others' blocks would have to wait for these.
+        return Choice(BY_LENGTH, promised and heads <= call.sms and call.head_dim < 256)
     return choice
 
 
@@ -124,6 +125,7 @@ def _fastest_of_few_pairs(
             most = 2 * PAIR_KEYS
         return Choice(4 if pair_keys <= most else EIGHT_WARPS, promised)
     every_other_sm = blocks > 4 and _fill_every_other_sm(call, heads)
+    # Clusters of four on almost all SMs: the next launch's find no four free ones ahead.
     crowded = blocks == 4 and 20 * heads * blocks >= 19 * call.sms
     few = CROWDED_KEYS if crowded else UNSHARED_KEYS if blocks < 4 else SHARED_KEYS
     if keys <= few:
@@ -136,7 +138,8 @@ def _fastest_of_few_pairs(
         return Choice(4, every_other_sm=True) if late else Choice(4, ahead=True)
     if blocks == MOST_BLOCKS:
         if every_other_sm:
-            return Choice(4, every_other_sm=True) if keys <= MOST_KEYS else Choice(EIGHT_WARPS)
+            short = keys <= (MOST_KEYS if batch_invariant else 5 * FEW_KEYS)
+            return Choice(4, every_other_sm=True) if short else Choice(EIGHT_WARPS)
         if page_size:
             return Choice(4)
         return Choice(EIGHT_WARPS, promised and batch_invariant, not batch_invariant)
@@ -144,12 +147,10 @@ def _fastest_of_few_pairs(
         most = (5 if batch_invariant and blocks == 1 else 2.5) * FEW_KEYS
         if promised and keys < most and not page_size:
             return Choice(EIGHT_WARPS, ahead=True)
-        return Choice(4, promised and bool(page_size) and blocks == 1 and keys > 10 * FEW_KEYS)
-    if (
-        crowded
-    ):  # clusters of four on almost all SMs: the next launch's find no four free ones ahead
+        return Choice(4, promised and bool(page_size) and keys > 10 * FEW_KEYS)
+    if crowded:
         return Choice(EIGHT_WARPS, promised and keys <= SHARED_KEYS)
-    if not promised or (blocks == 8 and page_size and every_other_sm):
+    if not promised or (page_size and every_other_sm and keys <= MOST_KEYS):
         return Choice(4, every_other_sm=every_other_sm)
     if blocks == 2 and pair_keys > PAIR_KEYS and not page_size:
         return Choice(4)
