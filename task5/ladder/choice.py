@@ -152,8 +152,6 @@ def _fastest_of_few_pairs(
         return Choice(EIGHT_WARPS, promised and keys <= SHARED_KEYS)
     if not promised or (page_size and every_other_sm and keys <= MOST_KEYS):
         return Choice(4, every_other_sm=every_other_sm)
-    if blocks == 2 and pair_keys > PAIR_KEYS and not page_size:
-        return Choice(4)
     return Choice(EIGHT_WARPS, ahead=True)
 
 
@@ -213,6 +211,8 @@ def _fastest_of_many_pairs(
         room = at_once * call.sms
         return -heads % room / (heads + -heads % room)
 
+    if call.head_dim == 64 and heads > 4 * call.sms and kv_len <= SHORT_CACHE:
+        return 3 if batch_invariant else KEYS_AS_ROWS
     if idle(2) <= 0.2:
         in_order = call.head_dim == 128 and not page_size and kv_len >= 4 * SHORT_CACHE
         return IN_STEP if batch_invariant and in_order and idle(1) <= 0.1 else 4

@@ -61,7 +61,7 @@ HALF, AHEAD = {"every_other_sm": True}, {"ahead": True}
         (1, 65536, {}, KEYS_AS_ROWS, {}),
         (64, 256, {}, 4, AHEAD),
         (64, 1024, {}, EIGHT_WARPS, AHEAD),
-        (64, 4096, {}, 4, {}),
+        (64, 4096, {}, EIGHT_WARPS, AHEAD),
         (128, 1024, {}, EIGHT_WARPS, AHEAD),
         (96, 1024, {"head_dim": 64}, EIGHT_WARPS, AHEAD),
         (128, 8192, {}, IN_STEP, AHEAD),
@@ -72,7 +72,8 @@ HALF, AHEAD = {"every_other_sm": True}, {"ahead": True}
         (288, 2048, {}, EIGHT_WARPS, AHEAD),
         (384, 2048, {}, 3, AHEAD),
         (256, 8192, {}, 4, AHEAD),
-        (768, 1024, {"head_dim": 64}, 4, AHEAD),
+        (768, 1024, {"head_dim": 64}, KEYS_AS_ROWS, AHEAD),
+        (768, 2048, {"head_dim": 64}, 4, AHEAD),
         (8, 4096, {"rows": 32}, EIGHT_WARPS, {}),  # as two pairs each
         (4, 4096, {"rows": 32}, EIGHT_WARPS, AHEAD),
         (8, 1024, {"rows": 32}, 4, AHEAD),
