@@ -74,6 +74,19 @@ def test_threads_that_have_returned_are_not_waited_for(size, order, check):
     assert torch.equal(out, torch.tensor([3.0] * (size - 1) + [0.0]).expand(3, size))
 
 
+@both_builds
+@pytest.mark.parametrize("order", ORDERS)
+def test_without_clusters_all_threads_of_a_block_wait(order, check):
+    """As on a GPU, where the wait is a barrier of the block then."""
+    out = nan(4 * 64)
+    with using(check=check, order=order, limit=60):
+        _clusters.launch("run_half_waits", out=out, size=2)
+        assert (out == 1).all()
+        where = rf"threads 0 to 31 at wait_for_cluster, {line_of('half waits')}"
+        with pytest.raises(KernelError, match=f"(?s)deadlock.*{where}"):
+            _clusters.launch("run_half_waits", out=out, size=1)
+
+
 def cluster_mistake(mistake: str) -> torch.Tensor:
     out, go = nan(512), torch.zeros(1, dtype=torch.int32)
     _clusters.launch("run_mistakes", out=out, go=go, mistake=names("Mistake").index(mistake))

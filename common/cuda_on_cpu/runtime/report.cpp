@@ -157,7 +157,8 @@ void Worker::report_deadlock() {
   const std::string waiting = group_threads(threads_, [&](unsigned i) {
     const Fiber& fiber = *fibers_[i];
     if (fiber.state == Fiber::State::returned) return show_return(fiber);
-    if (fiber.state == Fiber::State::at_barrier) return format(" at __syncthreads(), %s:%d", fiber.file, fiber.line);
+    if (fiber.state == Fiber::State::at_barrier)
+      return format(" at %s, %s:%d", fiber.operation, fiber.file, fiber.line);
     if (fiber.state == Fiber::State::waiting) return still_waits_for(fiber);
     return format(" at %s with mask 0x%08x, %s:%d", fiber.operation, fiber.mask, fiber.file, fiber.line);
   });

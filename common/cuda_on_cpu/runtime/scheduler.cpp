@@ -323,10 +323,11 @@ void Worker::thread_returned() {
 
 // ---- __syncthreads
 
-int Worker::barrier(BarrierResult wanted, bool predicate, const char* file, int line) {
+int Worker::barrier(BarrierResult wanted, bool predicate, const char* file, int line, const char* operation) {
   Fiber& me = running();
   me.file = file;
   me.line = line;
+  me.operation = operation;
   if (__builtin_expect(overdue(), 0)) fail_overdue(file, line);
   if (barrier_.arrived == 0) {
     barrier_ = {0, 0, file, line, me.rank};

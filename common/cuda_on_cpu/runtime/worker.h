@@ -147,7 +147,8 @@ class Worker {
 
   // ---- called by a running fiber
   Fiber& running() const { return *static_cast<Fiber*>(current_thread); }
-  int barrier(BarrierResult wanted, bool predicate, const char* file, int line);
+  int barrier(BarrierResult wanted, bool predicate, const char* file, int line,
+              const char* operation = "__syncthreads()");
   void collective(const char* operation, WarpFunction run, unsigned mask, void* argument,
                   const char* file, int line);
   void yield(const void* pc);

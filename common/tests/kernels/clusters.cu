@@ -154,6 +154,18 @@ extern "C" cudaError_t run_mistakes(float* out, int* go, int mistake, cudaStream
   return launch_together(mistakes, 8, 64, 4, stream, out, go, mistake);
 }
 
+// ---- one warp waits for the cluster, the other for that warp
+__global__ void half_waits(float* out) {
+  const int thread = threadIdx.x;
+  arrive_in_cluster();
+  if (thread < 32) wait_for_cluster();  // @half waits
+  barrier_sync(1, 64);
+  out[blockIdx.x * blockDim.x + thread] = 1.0f;
+}
+extern "C" cudaError_t run_half_waits(float* out, int size, cudaStream_t stream) {
+  return launch_together(half_waits, 4, 64, size, stream, out);
+}
+
 // ---- a launch of any configuration
 __global__ void number_blocks(float* out) {
   if (threadIdx.x == 0) out[blockIdx.x] = blockIdx.x;
