@@ -138,8 +138,7 @@ def _fastest_of_few_pairs(
         return Choice(4, every_other_sm=True) if late else Choice(4, ahead=True)
     if blocks == MOST_BLOCKS:
         if every_other_sm:
-            short = keys <= (MOST_KEYS if batch_invariant else 5 * FEW_KEYS)
-            return Choice(4, every_other_sm=True) if short else Choice(EIGHT_WARPS)
+            return Choice(4, every_other_sm=True) if keys <= MOST_KEYS else Choice(EIGHT_WARPS)
         if page_size:
             return Choice(4)
         return Choice(EIGHT_WARPS, promised and batch_invariant, not batch_invariant)

@@ -111,7 +111,7 @@ struct Cluster {
     if (!place.more()) return false;
     __syncwarp();
     start_in_cluster(), wait_for_cluster();
-    if (rank == 0 && threadIdx.x == 0) buffer.further.x = __int_as_float(place.take(a));
+    if (rank == 0 && threadIdx.x == 0) buffer.further = make_float2(__int_as_float(place.take(a)), 0.0f);
     __syncwarp();
     arrive_in_cluster(), wait_for_cluster();
     const int item = __float_as_int(load_from(0, &buffer.further).x);

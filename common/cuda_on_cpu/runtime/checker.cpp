@@ -207,6 +207,17 @@ void check_access(const void* pointer, size_t bytes, Access access, const void* 
   }
 }
 
+void check_after_write(const void* pointer, size_t bytes, const void* pc) {
+  Worker& worker = *this_worker;
+  const size_t offset = worker.shared.offset(reinterpret_cast<uintptr_t>(pointer));
+  const SharedVariable* variable = worker.shared.find(offset, bytes);
+  if (!variable || worker.has_conflict()) return;
+  const Conflict conflict = unordered_write(worker.shared_cells.get() + offset, bytes, worker.running());
+  if (!conflict) return;
+  const std::string element = worker.shared.element(*variable, offset + conflict.byte - variable->offset);
+  worker.fail_at_barrier(describe(conflict, element, worker, pc), show_place(pc, worker.running()));
+}
+
 std::string show_address(const void* pointer) {
   Worker& worker = *this_worker;
   const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);

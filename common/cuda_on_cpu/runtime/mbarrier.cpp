@@ -63,8 +63,8 @@ bool is_over(const Fiber& fiber) { return (load(fiber.awaited) & 1) != fiber.awa
 void check_mbarrier(const uint64_t* barrier, const char* operation, const void* pc, const char* file, int line) {
   check_address(barrier, operation, file, line);
   if (load(barrier) >> 63) this_worker->fail(format("%s: the mbarrier is not initialised", operation), file, line);
-  // It may be so by chance. Of what is done with an mbarrier only its init has to be ordered: a write among reads.
-  if (this_worker->launch->site.checked) check_access(barrier, sizeof *barrier, Access::read, pc);
+  // It may be so by chance: of what is done with an mbarrier its init has to be ordered, a write.
+  if (this_worker->launch->site.checked) check_after_write(barrier, sizeof *barrier, pc);
 }
 
 const char* count_bytes(uint64_t* barrier, unsigned bytes) {

@@ -87,6 +87,13 @@ Conflict record_access(Cell* cells, size_t bytes, Access access, const Fiber& th
   return {};
 }
 
+Conflict unordered_write(const Cell* cells, size_t bytes, const Fiber& thread) {
+  const Judge judge{thread, thread.worker->block_serial, false};
+  for (size_t i = 0; i < bytes; ++i)
+    if (judge.conflicts(cells[i].write)) return {cells[i].write, Access::read, false, i};
+  return {};
+}
+
 void land_copy(Cell* cells, size_t bytes, const Fiber& thread, uint32_t clock) {
   const Worker& worker = *thread.worker;
   for (size_t i = 0; i < bytes; ++i) {

@@ -62,6 +62,9 @@ Conflict record_access(Cell* cells, size_t bytes, Access access, const Fiber& th
                        const void* pc, uint32_t first_block, bool must_be_written,
                        bool blocks_are_ordered);
 
+/// The first of these bytes whose last write nothing orders before what `thread` does now. Nothing is recorded.
+Conflict unordered_write(const Cell* cells, size_t bytes, const Fiber& thread);
+
 /// The copy that `thread` began has landed: from now on its bytes were written by an ordinary
 /// write, at this clock.
 void land_copy(Cell* cells, size_t bytes, const Fiber& thread, uint32_t clock);
