@@ -1,7 +1,7 @@
 // Rung 8. A sequence that is much longer than the others has more clusters, which its length asks for on the GPU.
 // architectures: sm_90a cpu
 //
-//   grid   (blocks of a cluster, pairs of a sequence, batch, or more: a cluster for each that the GPU holds at once)
+//   grid   (blocks of a cluster, pairs of a sequence, batch)
 //
 // Compared with rung 4, PLACE. There all pairs have as many blocks: of 32 sequences of which one is long, eight pairs
 // are still at work when the others are done.

@@ -18,10 +18,11 @@ from task5.ladder.plan import (
 
 UNEVEN_BYTES = 400e6  # of room for K and V, from which lengths decide: below, that costs over 1 %
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see fastest()
-# Keys of all kv heads, head_dim 128 or twice as many of 64: where all SMs begin to be faster than every other one,
-# where they stop to be, and where they are again. See _fastest_of_few_pairs().
-FEW_KEYS, MEDIUM_KEYS, MOST_KEYS = 20_000, 40_000, 1 << 18
-# As FEW_KEYS, where clusters of four fill all SMs, where one or two blocks share a pair, and elsewhere.
+# Keys of all kv heads, head_dim 128 or twice as many of 64. Where every other SM is no longer as fast as all of them,
+# with the promise, and without it; and of more than 16 rows, where loading ahead of the wait stops to pay.
+FEW_KEYS, MOST_KEYS, MEDIUM_KEYS = 20_000, 1 << 18, 40_000
+# Up to which four warps load ahead of the wait: where clusters of four fill all SMs, where one or two blocks share a
+# pair, and elsewhere.
 CROWDED_KEYS, UNSHARED_KEYS, SHARED_KEYS = 15_000, 25_000, 33_000
 PAIR_KEYS = 3072  # of one or two pairs: up to so many, four warps take less time than eight
 LONG_BOX = 64  # keys of a page: of fewer, rung 5's copies are too small
@@ -64,7 +65,7 @@ def fastest(
     )
     bytes_ = 2 * heads * kv_len * call.head_dim * call.item_size
     if 2 <= lengths <= MOST_SEQUENCES and bytes_ >= UNEVEN_BYTES and choice.rung in ONE_TREE:
-        # Of more pairs than SMs some would load ahead, and others' blocks would have to wait for these.
+        # Where not all pairs' blocks are there at once, keys ahead take the memory from those before them.
         return Choice(BY_LENGTH, promised and heads <= call.sms and call.head_dim < 256)
     return choice
 

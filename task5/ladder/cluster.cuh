@@ -179,8 +179,7 @@ struct Cluster {
       cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
       if (error) return error;
     }
-    const dim3 grid(of_a_pair, pairs, BY_LENGTH ? max(a.batch, ceil_div(int(a.slots), pairs)) : a.batch);
-    return launch_kernel(kernel, grid, THREADS, bytes, stream, a, of_a_cluster);
+    return launch_kernel(kernel, dim3(of_a_pair, pairs, a.batch), THREADS, bytes, stream, a, of_a_cluster);
   }
 
  private:
@@ -204,10 +203,8 @@ struct Cluster {
     const int rows = min(Buffer::ROWS, a.rows - a.row_tiles.remainder(pair) * Buffer::ROWS);
     mbarrier_arrive_expect(&buffer.received, received_bytes(rows, Buffer::D, bits, rank));
   }
-  // Of a pair that is not cut. If lengths decide, there are as many for each of `slots` clusters.
-  static int blocks_of_a_pair(const Decode& a, int blocks, int pairs) {
-    return blocks / (pairs * (BY_LENGTH ? max(a.batch, ceil_div(int(a.slots), pairs)) : a.batch));
-  }
+  // Of one that is not cut.
+  static int blocks_of_a_pair(const Decode& a, int blocks, int pairs) { return blocks / (pairs * a.batch); }
   static int pairs_of(const Decode& a) { return a.kv_heads * a.row_tiles.d; }
   // Of the tree of a sequence that 1 << most warps could share: half as many leaves, or a quarter where they are many;
   // all of them in the longest sequences. A leaf has two tiles, or 1 << leaf_tile_bits where there are many.

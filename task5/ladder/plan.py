@@ -155,16 +155,15 @@ def _in_clusters(
 def _by_length(
     call: Call, batch: int, pairs: int, of_a_cluster: int, kv_len: int, chunks: int
 ) -> Plan:
-    """A cluster for each pair, or as many as the GPU holds at once; and room for the parts of fewer than these."""
+    """A cluster for each pair, and room for the parts of fewer than these."""
     tiles = -(-kv_len // call.query(BY_LENGTH, "keys_of_a_tile"))
     at_once = call.query(BY_LENGTH, "clusters_at_once", blocks=of_a_cluster, tiles=min(tiles, LONG))
-    # No more than pairs: of equal lengths each would be cut then.
+    # Clusters without a pair of their own would only be in the next launch's way.
     at_once = min(at_once, batch * pairs)
-    blocks = max(batch, -(-at_once // pairs)) * pairs * of_a_cluster
     parts = 4 * at_once // 3 + 1  # of clusters with more than three quarters of a share
     floats = parts * call.query(BY_LENGTH, "rows_of_a_pair") * call.head_dim // 4 * 6
     counters = batch * pairs * of_a_cluster + 1
-    return Plan(BY_LENGTH, blocks, chunks, at_once, floats, counters)
+    return Plan(BY_LENGTH, batch * pairs * of_a_cluster, chunks, at_once, floats, counters)
 
 
 def _pairs(call: Call, rung: int, kv_heads: int) -> int:

@@ -98,7 +98,7 @@ def test_the_blocks_of_rung_5(h200, batch, kv_heads, kv_len, blocks, parts):
     assert (work.blocks, work.slots) == (blocks, parts)
 
 
-def test_a_grid_has_a_cluster_for_each_pair_or_as_many_as_fit(h200):
+def test_where_lengths_decide_a_grid_has_a_cluster_for_each_pair(h200):
     call = h200(dtype=2)
     one_each = plan(call, 64, 8, 4096, False, BY_LENGTH)
     assert (one_each.blocks, one_each.slots) == (64 * 8, 396) and one_each.counters == 64 * 8 + 1
