@@ -1,19 +1,11 @@
-"""Task 7's page: what its server answers, what it refuses, and the page itself where there is a Chromium."""
+"""Task 7's page: what its server answers, and what it refuses."""
 
 import asyncio
-import http.client
 import json
 import re
-import shutil
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,33 +13,17 @@ import torch
 pytest.importorskip("starlette", reason="needs Starlette: the extra web")
 pytest.importorskip("uvicorn", reason="needs uvicorn: the extra web")
 
-from starlette.testclient import TestClient  # its httpx comes with transformers
+from starlette.testclient import TestClient
 
-from common.paths import ROOT
-from task7 import comparison as comparisons
+from common.tests import clients
+from common.tests.clients import JSON, LOCAL, ONCE, PATHS, endless
 from task7 import decoder, web
 from task7.attention import kernel_calls
-from task7.inference import TINY, ModelWithCustomAttention
 
-LOCAL = "http://127.0.0.1"
-PATHS = ["generate", "loop", "reference"]
 AGREED = {"generate": None, "loop": None}
-ONCE = "Once upon a time"
 
-
-@pytest.fixture(scope="module")
-def model() -> ModelWithCustomAttention:
-    return ModelWithCustomAttention(TINY)
-
-
-@pytest.fixture
-def comparison(model: ModelWithCustomAttention) -> web.Comparison:
-    return web.Comparison(model, "model: tiny", most_new_tokens=1000)
-
-
-@pytest.fixture
-def client(comparison: web.Comparison) -> TestClient:
-    return TestClient(web.make_app(comparison), base_url=LOCAL)
+model, comparison = clients.model, clients.comparison  # fixtures
+client, stand_in = clients.client, clients.stand_in
 
 
 def generate(client: TestClient, **request: object) -> list[dict]:
@@ -66,45 +42,6 @@ def is_free(client: TestClient, seconds: float = 10) -> bool:
     if free := busy.acquire(timeout=seconds):
         busy.release()
     return free
-
-
-class Steps:
-    """In place of ``stream_tokens``: these tokens, each after ``go``; it counts what was asked of it."""
-
-    def __init__(self, tokens: Iterator[int] | list[int]) -> None:
-        self.tokens, self.calls, self.closed = tokens, 0, threading.Event()
-        self.began, self.go = threading.Event(), threading.Event()
-        self.go.set()
-
-    def __call__(self, *_: object, **__: object) -> Iterator[torch.Tensor]:
-        self.calls += 1
-        return self.steps()
-
-    def steps(self) -> Iterator[torch.Tensor]:
-        self.began.set()
-        try:
-            for token in self.tokens:
-                assert self.go.wait(20)
-                yield torch.tensor([token])
-        finally:
-            self.closed.set()
-
-
-def endless() -> Iterator[int]:
-    while True:
-        time.sleep(0.01)
-        yield 5
-
-
-@pytest.fixture
-def stand_in(model: ModelWithCustomAttention, monkeypatch: pytest.MonkeyPatch):
-    def put(tokens: Iterator[int] | list[int]) -> Steps:
-        steps = Steps(tokens)
-        monkeypatch.setattr(model, "stream_tokens", steps)
-        monkeypatch.setattr(model, "device", torch.device("cpu"))  # no warming up
-        return steps
-
-    return put
 
 
 # What it answers ----------------------------------------------------------------------------------
@@ -212,7 +149,6 @@ def test_a_prompt_may_fill_all_positions_but_one(client, model):
 
 # What it refuses ----------------------------------------------------------------------------------
 
-JSON = {"content-type": "application/json"}
 BAD = [
     ("not JSON", b"{", 400, "expected JSON"),
     ("nothing", b"", 400, "expected JSON"),
@@ -376,223 +312,3 @@ async def until_gone(app) -> float:
     while app.state.busy.locked() and time.monotonic() < began + 10:
         await asyncio.sleep(0.01)
     return time.monotonic() - began
-
-
-# The command --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def served(*arguments: str) -> Iterator[tuple[subprocess.Popen, int]]:
-    """The command as a process, and its port."""
-    command = [sys.executable, "-m", "task7.web", "--model", TINY, "--port", "0", *arguments]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        said = process.stdout.readline(), process.stdout.readline()
-        found = re.fullmatch(
-            r"open http://127\.0\.0\.1:(\d+) in a browser; Ctrl-C ends it\n", said[1]
-        )
-        assert said[0].startswith("model: the bundled tiny GPT-2") and found, said
-        yield process, int(found[1])
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_a_connection_that_is_closed_and_ctrl_c():
-    def begin(port: int) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        body = json.dumps({"prompt": ONCE, "max_new_tokens": 1000})
-        connection.request("POST", "/generate", body, JSON)
-        return connection
-
-    with served("--max-new-tokens", "1000") as (process, port):
-        connection = begin(port)
-        assert json.loads(connection.getresponse().readline())["tokens"] == 1
-        second = begin(port).getresponse()
-        assert second.status == 409 and json.load(second)["error"] == web.BUSY
-        connection.close()
-        until = time.monotonic() + 10
-        while (answer := begin(port).getresponse()).status == 409 and time.monotonic() < until:
-            time.sleep(0.05)
-        assert answer.status == 200 and json.loads(answer.readline())["tokens"] == 1
-        process.send_signal(signal.SIGINT)
-        began = time.monotonic()
-        said, errors = process.communicate(timeout=20)
-        assert (process.returncode, said, errors) == (130, "\ninterrupted\n", "")
-        assert time.monotonic() - began < 5
-
-
-def test_ctrl_c_while_a_client_sends():
-    head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n"
-    with served() as (process, port), socket.create_connection(("127.0.0.1", port)) as client:
-        client.sendall(f'{head}{{"pro'.encode())
-        time.sleep(0.5)  # the server has it
-        process.send_signal(signal.SIGINT)
-        said, errors = process.communicate(timeout=20)
-        assert (process.returncode, said, errors) == (130, "\ninterrupted\n", "")
-
-
-def test_a_model_that_does_not_fit_in_memory(monkeypatch):
-    def fail(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(web, "ModelWithCustomAttention", fail)
-    with pytest.raises(SystemExit, match="error: CUDA out of memory"):
-        web.main(["--port", "0", "--model", TINY])
-
-
-def test_a_way_that_is_left_out_is_said(capsys, monkeypatch):
-    def refuse(config):
-        raise ValueError("n_inner must be a positive multiple of 8; got 100")
-
-    monkeypatch.setattr(decoder, "check_model", refuse)
-    comparison = web._comparison(web._parse(["--model", TINY, "--device", "cpu"]))
-    assert comparison.paths == ["generate", "reference"]
-    assert "without Our own loop: n_inner must be a positive mul" in capsys.readouterr().out
-
-
-def test_what_keeps_the_server_from_starting(capsys):
-    def ends(*arguments: str) -> str:
-        with pytest.raises(SystemExit) as ended:
-            web.main(["--port", "0", *arguments])
-        assert ended.value.code not in (0, None)
-        return f"{ended.value.code} {capsys.readouterr().err}"
-
-    assert "error: unknown model 'gpt5': known are gpt2" in ends("--model", "gpt5")
-    assert "--port must be from 0 to 65535; got 70000" in ends("--port", "70000")
-    assert "--max-new-tokens must be at least 1; got 0" in ends("--max-new-tokens", "0")
-    assert "invalid choice: 'float64'" in ends("--dtype", "float64")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert f"error: port {port} of 127.0.0.1 cannot be used" in ends("--port", port)
-
-
-def test_what_is_not_installed_is_said():
-    without = "import runpy, sys; sys.modules['uvicorn'] = None; runpy.run_module('task7.web', run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-c", without], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1 and not done.stdout
-    assert done.stderr == "error: uvicorn is not installed; make web installs what the page needs\n"
-
-
-# The page in a browser ----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """A headless Chromium of this machine, driven by Playwright; neither is in an extra."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright")
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("needs Chromium")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@contextmanager
-def server(app) -> Iterator[str]:
-    """The page's address, served in this process."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        running = web.Server(web.uvicorn.Config(app, log_level="error", lifespan="off"))
-        thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield f"{LOCAL}:{listener.getsockname()[1]}/"
-        finally:
-            running.should_exit = True
-            thread.join(20)
-
-
-@pytest.fixture
-def opened(browser, client):
-    """Opens the page at a width and a colour scheme; at the end, what went wrong in it must be what the test says."""
-    with server(client.app) as address, ExitStack() as stack:
-
-        def open_page(width: int, scheme: str = "light"):
-            view = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
-            page = stack.enter_context(browser.new_context(**view)).new_page()
-            page.problems, page.asked = [], []
-            page.on("pageerror", lambda error: page.problems.append(str(error)))
-            page.on(
-                "console",
-                lambda said: page.problems.append(said.text) if said.type == "error" else None,
-            )
-            page.on("request", lambda request: page.asked.append(request.url.partition(address)[0]))
-            page.goto(address)
-            page.wait_for_selector("#generate:enabled")
-            return page
-
-        yield open_page
-
-
-@pytest.mark.parametrize(
-    "width, scheme", [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
-)
-def test_the_page_shows_both_texts_and_speeds(opened, width, scheme, request, tmp_path):
-    page = opened(width, scheme)
-    prompt = "<b>Once</b> upon a time"  # markup stays text
-    page.fill("[name=prompt]", prompt)
-    page.click("#generate")
-    page.wait_for_selector("#says:not(:empty)")
-    assert "The texts agree" in page.inner_text("#says")
-    outs = [page.inner_text(f"#pane-{path} .out") for path in PATHS]
-    assert len(set(outs)) == 1
-    assert outs[0].startswith(prompt) and len(outs[0]) > len(prompt) + 60
-    for path in PATHS:
-        assert float(page.inner_text(f"#pane-{path} .rate")) > 0
-        assert page.inner_text(f"#pane-{path} .tokens") == "60"
-        assert page.inner_text(f"#pane-{path} .state") == "done"
-    titles = [comparisons.TITLES[path] for path in PATHS]
-    assert page.locator("section h2").all_inner_texts() == titles
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert not page.problems and set(page.asked) <= {"", "data:,"}
-    folder = request.config.getoption("basetemp") or tmp_path
-    page.screenshot(path=Path(folder) / f"{width}-{scheme}.png", full_page=True)
-
-
-def test_the_page_marks_where_the_texts_differ(opened, model, stand_in):
-    tokens = [model.tokenizer.encode(words) for words in ("a b c d", "a b d d", "a b d d")]
-    steps = stand_in([])
-    texts = iter(tokens)
-    steps.steps = lambda: (torch.tensor([token]) for token in next(texts))
-    page = opened(1280)
-    page.click("#generate")
-    page.wait_for_selector("#says:not(:empty)")
-    marked = {path: page.locator(f"#pane-{path} mark").all_inner_texts() for path in PATHS}
-    assert marked == {"generate": [" c d"], "loop": [], "reference": [" d d"]}
-
-
-def test_stop_and_a_second_page(opened, model, monkeypatch):
-    page, other = opened(1280), opened(390)
-    with monkeypatch.context() as patch:
-        patch.setattr(model, "stream_tokens", Steps(endless()))
-        patch.setattr(model, "device", torch.device("cpu"))
-        page.click("#generate")
-        page.wait_for_selector('#pane-generate .state:text-is("running")')
-        other.click("#generate")
-        other.wait_for_selector("#error:not(:empty)")
-        assert other.text_content("#error") == web.BUSY
-        page.click("#stop")
-        page.wait_for_selector("#generate:enabled")
-        assert page.inner_text("#says") == "Stopped."
-        assert page.inner_text("#pane-generate .state") == "stopped"
-        assert page.inner_text("#pane-generate .out").startswith(page.input_value("[name=prompt]"))
-    other.wait_for_timeout(500)
-    other.click("#generate")
-    other.wait_for_selector("#says:not(:empty)")
-    assert "The texts agree" in other.inner_text("#says") and not other.inner_text("#error")
-    assert [said for said in other.problems + page.problems if "409" not in said] == []
-
-
-def test_the_page_shows_what_the_server_refuses(opened):
-    page = opened(390)
-    page.fill("[name=prompt]", "the " * 1100)
-    page.click("#generate")
-    page.wait_for_selector("#error:not(:empty)")
-    assert "the model has room for 1,024 in all" in page.inner_text("#error")
-    assert page.is_enabled("#generate")
