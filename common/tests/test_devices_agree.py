@@ -81,13 +81,13 @@ def _decode_rung(rng, device, rung, dtype, d, heads, keys):
     return got, attention_float64(q, k, v, causal=True), attention_pytorch(q, k, v, causal=True)
 
 
-def _decode_by_length(rng, device):
+def _decode_by_length(rng, device, *, rung):
     """One long sequence, whose pairs are cut, so that some clusters of an H200 take two items."""
     lengths = [16, 40, 2048, 5]
     q, k, v = (rng.randn(4, n, 70, 64, dtype=torch.float16) for n in (1, 2048, 2048))
     given = (t.to(device) for t in (q, k, v, torch.tensor(lengths, dtype=torch.int32)))
     q_there, k_there, v_there, lengths_there = given
-    got = decode_attention(q_there, k_there, v_there, seqlens_k=lengths_there, rung=BY_LENGTH)
+    got = decode_attention(q_there, k_there, v_there, seqlens_k=lengths_there, rung=rung)
 
     def of_each(attention):
         one = [slice(b, b + 1) for b in range(4)]
@@ -233,7 +233,11 @@ KERNELS = {
         if (rung != KEYS_AS_ROWS or dtype != torch.float32)
         and (rung not in OF_EIGHT_WARPS or d <= 128)
     },
-    **({"decode by length": _decode_by_length} if THEY_RUN else {}),
+    **{
+        f"decode by length, rung {rung}": partial(_decode_by_length, rung=rung)
+        for rung in BY_LENGTH
+        if THEY_RUN
+    },
     **(
         {"chunk": partial(_chunk, split=None), "chunk, clusters": partial(_chunk, split=(2, 2))}
         if THEY_RUN

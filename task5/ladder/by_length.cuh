@@ -6,20 +6,19 @@
 
 // Of C clusters, as many as there are pairs or as the GPU holds at once, each would have the C-th part of all keys, its
 // share. A pair with more than one and a half shares is cut for clusters with more than three quarters of one each.
-// These and the whole pairs are a grid's items, long ones first. It has a cluster for each pair, and as many as the GPU
-// holds at least: if there are more items, a cluster that is done takes a further one.
+// These and the whole pairs are a grid's items, long ones first. It has a cluster for each pair. Where pairs are cut,
+// there are more items, and a cluster that is done takes a further one.
 struct ByLength {
   static constexpr bool BY_LENGTH = true;
   static constexpr int HELD = 4, MOST_BITS = 4;  // sequences of a lane; 1 << MOST_BITS clusters of a pair, at most
   static constexpr int LEAST_BITS = 2;           // a cluster has so many tiles for each warp at least: 1 << LEAST_BITS
   int2 known[HELD], now[HELD];  // the lane's lengths, before and after the launch ahead of this one is complete
   int2 own;                     // those of this cluster's sequence
-  bool any;                     // or it has nothing to do
 
   DEVICE void start() { item = blockIdx.z * gridDim.y + blockIdx.y; }
   // Where no pair is cut, which takes few instructions to see, as the grid says.
   DEVICE void find(const Decode& a) {
-    any = blockIdx.z < a.batch, sequence_ = any ? blockIdx.z : 0, pair_ = blockIdx.y, part = bits_ = items = 0;
+    sequence_ = blockIdx.z, pair_ = blockIdx.y, part = bits_ = items = 0;
     own = lengths(a, sequence_);
     load(a, known);
     const Shares shares(a, known);
@@ -87,8 +86,7 @@ struct ByLength {
     }
     // Whether so many are more than `halves` halves of a share.
     DEVICE bool above(unsigned keys, int halves) const {
-      const unsigned C = min(a.clusters_at_once, a.batch * a.pairs());
-      return 2 * uint64_t(keys) * C > uint64_t(sum) * unsigned(a.pairs()) * halves;
+      return 2 * uint64_t(keys) * unsigned(a.clusters_at_once) > uint64_t(sum) * unsigned(a.pairs()) * halves;
     }
     DEVICE bool halves_suffice(unsigned keys) const {
       return keys >> (1 + LEAST_BITS + a.block_bits + WARP_BITS + a.tile_bits) > 0;
@@ -123,8 +121,8 @@ struct ByLength {
     }
     const int last = __shfl_sync(~0u, up_to, 31);
     const int cut = last & ((1 << LONG) - 1), long_ = last >> LONG & ((1 << (SHORT - LONG)) - 1);
-    items = (cut + long_ + (last >> SHORT)) * pairs, any = item < items;
-    int n = any ? item / pairs : 0, before = 0, group = 0;  // n: of its group
+    items = (cut + long_ + (last >> SHORT)) * pairs;
+    int n = item / pairs, before = 0, group = 0;  // n: of its group
     if (n >= cut + long_)
       before = cut + long_, group = SHORT;
     else if (n >= cut)
@@ -147,7 +145,7 @@ struct ByLength {
       if (index == i) own = make_int2(x, y), bits_ = bits;
     }
     sequence_ = its_lane + 32 * index;
-    const int of_sequence = any ? item - (before + first) * pairs : 0;
+    const int of_sequence = item - (before + first) * pairs;
     pair_ = of_sequence >> bits_, part = of_sequence & ((1 << bits_) - 1);
   }
 };

@@ -233,7 +233,7 @@ def _check_rung(q: Tensor, rung: int | None) -> None:
         raise ValueError(f"rung {rung} computes in 16 bits; got {describe(q)}")
     if rung in OF_EIGHT_WARPS and q.shape[3] > 128:
         raise ValueError(f"rung {rung} is for head_dim up to 128; got {q.shape[3]}")
-    if rung == BY_LENGTH and q.shape[0] > MOST_SEQUENCES:
+    if rung in BY_LENGTH and q.shape[0] > MOST_SEQUENCES:
         raise ValueError(f"rung {rung} is for up to {MOST_SEQUENCES} sequences; got {q.shape[0]}")
 
 

@@ -114,4 +114,8 @@ class Case:
 def case_for(rung, seed):
     if rung == KEYS_AS_ROWS:
         return Case(seed, HALVES)
-    return Case(seed, head_dims=(64, 128) if rung in OF_EIGHT_WARPS else HEAD_DIMS)
+    return Case(seed, head_dims=head_dims_of(rung))
+
+
+def head_dims_of(rung):
+    return (64, 128) if rung in OF_EIGHT_WARPS else HEAD_DIMS

@@ -17,13 +17,16 @@ from task5.ladder.plan import (
 )
 
 UNEVEN_BYTES = 400e6  # of room for K and V, from which lengths decide: below, that costs over 1 %
+# Pairs for each SM where lengths decide: up to which rung 8 is the fastest, 9 with three blocks on an SM, and 10.
+ALMOST_ONE, ONE_AND_A_HALF, FEW_WAVES = 1.17, 1.6, 3
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see fastest()
 # Keys of all kv heads, head_dim 128 or twice as many of 64. Where every other SM is no longer as fast as all of them,
 # with the promise, and without it; and of more than 16 rows, where loading ahead of the wait stops to pay.
 FEW_KEYS, MOST_KEYS, MEDIUM_KEYS = 20_000, 1 << 18, 40_000
-# Up to which four warps load ahead of the wait: where clusters of four fill all SMs, where one or two blocks share a
-# pair, and elsewhere.
-CROWDED_KEYS, UNSHARED_KEYS, SHARED_KEYS = 15_000, 25_000, 33_000
+# Up to which four warps load ahead of the wait: where clusters of four fill all SMs, and elsewhere.
+CROWDED_KEYS, SHARED_KEYS = 15_000, 33_000
+# In float32: up to which keys are loaded ahead of the wait, and from which on eight warps are faster.
+FEW_KEYS_OF_FLOAT32, MANY_KEYS_OF_FLOAT32 = 12_500, 70_000
 PAIR_KEYS = 3072  # of one or two pairs: up to so many, four warps take less time than eight
 LONG_BOX = 64  # keys of a page: of fewer, rung 5's copies are too small
 
@@ -48,7 +51,7 @@ def fastest(
 ) -> Choice:
     """The fastest for ``heads`` kv heads of all sequences, as NOTES.md has measured it.
 
-    Batch-invariant, a sequence has the same bits from rungs 3, 4 and 6 to 8, and others from 5: which of the two it
+    Batch-invariant, a sequence has the same bits from rungs 3, 4 and 6 to 10, and others from 5: which of the two it
     is depends on what is the same in any batch, and whatever room there is.
 
     Args:
@@ -65,9 +68,24 @@ def fastest(
     )
     bytes_ = 2 * heads * kv_len * call.head_dim * call.item_size
     if 2 <= lengths <= MOST_SEQUENCES and bytes_ >= UNEVEN_BYTES and choice.rung in ONE_TREE:
-        # Where not all pairs' blocks are there at once, keys ahead take the memory from those before them.
-        return Choice(BY_LENGTH, promised and heads <= call.sms and call.head_dim < 256)
+        return _fastest_by_length(call, heads, promised)
     return choice
+
+
+def _fastest_by_length(call: Call, heads: int, promised: bool) -> Choice:
+    """The fastest where lengths decide: the one whose blocks give all SMs as much to do.
+
+    Rung 10 has one pair on an SM after the other. Where pairs are far more than SMs, most of them may be short, and two
+    at a time take less time.
+    """
+    deep, shallow, of_eight_warps = BY_LENGTH
+    for_each_sm = heads * (1 + call.two_tiles) / call.sms
+    if call.head_dim == 256 or 1 < for_each_sm <= ALMOST_ONE or for_each_sm > FEW_WAVES:
+        # Keys ahead would take the memory from the blocks before them.
+        return Choice(deep)
+    if for_each_sm <= 1:
+        return Choice(deep, promised)
+    return Choice(shallow if for_each_sm <= ONE_AND_A_HALF else of_eight_warps, promised)
 
 
 def _fastest_of_equal_lengths(
@@ -83,7 +101,7 @@ def _fastest_of_equal_lengths(
     if not call.hopper:
         return Choice(1)
     if call.item_size == 4:
-        return Choice(_fastest_of_float32(call, heads, kv_len, batch_invariant, page_size))
+        return _fastest_of_float32(call, heads, kv_len, batch_invariant, page_size, promised)
     if _in_step(call, heads, kv_len, batch_invariant, page_size):
         return Choice(IN_STEP, promised)
     if call.rows > ROWS:
@@ -126,9 +144,8 @@ def _fastest_of_few_pairs(
             most = 2 * PAIR_KEYS
         return Choice(4 if pair_keys <= most else EIGHT_WARPS, promised)
     every_other_sm = blocks > 4 and _fill_every_other_sm(call, heads)
-    # Clusters of four on almost all SMs: the next launch's find no four free ones ahead.
-    crowded = blocks == 4 and 20 * heads * blocks >= 19 * call.sms
-    few = CROWDED_KEYS if crowded else UNSHARED_KEYS if blocks < 4 else SHARED_KEYS
+    crowded = _is_crowded(call, heads, blocks)
+    few = CROWDED_KEYS if crowded else SHARED_KEYS
     if keys <= few:
         if blocks < MOST_BLOCKS or not promised:
             return Choice(4, promised, every_other_sm and not promised)
@@ -143,11 +160,11 @@ def _fastest_of_few_pairs(
         if page_size:
             return Choice(4)
         return Choice(EIGHT_WARPS, promised and batch_invariant, not batch_invariant)
-    if not _are_on_most_sms(call, heads * blocks):
+    if not _are_on_most_sms(call, heads, blocks):
         most = (5 if batch_invariant and blocks == 1 else 2.5) * FEW_KEYS
         if promised and keys < most and not page_size:
             return Choice(EIGHT_WARPS, ahead=True)
-        return Choice(4, promised and bool(page_size) and keys > 10 * FEW_KEYS)
+        return Choice(4, promised and keys > (10 if page_size else 20) * FEW_KEYS)
     if crowded:
         return Choice(EIGHT_WARPS, promised and keys <= SHARED_KEYS)
     if not promised or (page_size and every_other_sm and keys <= MOST_KEYS):
@@ -155,8 +172,13 @@ def _fastest_of_few_pairs(
     return Choice(EIGHT_WARPS, ahead=True)
 
 
-def _are_on_most_sms(call: Call, blocks: int) -> bool:
-    return 9 * blocks >= 7 * call.sms
+def _are_on_most_sms(call: Call, heads: int, blocks: int) -> bool:
+    return 9 * heads * blocks >= (8 if blocks <= 2 else 7) * call.sms
+
+
+def _is_crowded(call: Call, heads: int, blocks: int) -> bool:
+    """Whether clusters of four are on almost all SMs: the next launch's find no four free ones ahead."""
+    return blocks == 4 and 20 * heads * blocks >= 19 * call.sms
 
 
 def _fill_every_other_sm(call: Call, heads: int) -> bool:
@@ -171,7 +193,7 @@ def _in_step(
     """Whether rung 7 is faster than 4 and 6: where an SM reads more than 3 MB in order, and computes little with it."""
     if call.head_dim > 128 or call.rows * call.item_size > ROWS or heads > call.sms:
         return False
-    if not _are_on_most_sms(call, heads * power_of_two(call.sms // heads)):
+    if not _are_on_most_sms(call, heads, power_of_two(call.sms // heads)):
         return False
     if page_size or (batch_invariant and call.item_size == 4):
         return False
@@ -180,13 +202,36 @@ def _in_step(
 
 
 def _fastest_of_float32(
-    call: Call, heads: int, kv_len: int, batch_invariant: bool, page_size: int | None
-) -> int:
+    call: Call,
+    heads: int,
+    kv_len: int,
+    batch_invariant: bool,
+    page_size: int | None,
+    promised: bool,
+) -> Choice:
+    """The fastest where a warp computes four times as long with a key as in 16 bits.
+
+    Eight warps on an SM are faster than four where few SMs have a block, or two large clusters find no room beside each
+    other; two blocks of four are where almost each SM has two of them, as the next launch's stand beside this one's.
+    """
     if call.head_dim == 256:
-        return 4
+        return Choice(4)
     if call.head_dim == 128 and _in_step(call, heads, kv_len, batch_invariant, page_size):
-        return IN_STEP
-    return EIGHT_WARPS if 8 * heads <= call.sms and kv_len >= LONG_CACHE else 4
+        return Choice(IN_STEP)
+    pairs = heads * -(-call.rows // ROWS)
+    if pairs > call.sms:
+        return Choice(4 if pairs <= 2 * call.sms or _idle(call, pairs, 2) <= 0.2 else 3)
+    pair_keys = kv_len * call.head_dim // 128
+    keys, blocks = pairs * pair_keys, power_of_two(call.sms // pairs)
+    if 16 * pairs <= call.sms and pair_keys >= 4 * SHORT_CACHE:
+        return Choice(EIGHT_WARPS)
+    if keys <= FEW_KEYS_OF_FLOAT32:
+        return Choice(4, promised)
+    if _is_crowded(call, pairs, blocks):
+        return Choice(EIGHT_WARPS if keys > 2 * FEW_KEYS else 4)
+    on_most_sms = blocks <= 2 and 6 * pairs * blocks >= 5 * call.sms
+    many_keys = keys > MANY_KEYS_OF_FLOAT32 and call.head_dim == 128
+    return Choice(EIGHT_WARPS if many_keys and not on_most_sms else 4)
 
 
 def _fastest_of_many_rows(call: Call, heads: int, kv_len: int, batch_invariant: bool) -> int:
@@ -205,18 +250,18 @@ def _fastest_of_many_pairs(
     call: Call, heads: int, kv_len: int, batch_invariant: bool, page_size: int | None
 ) -> int:
     """The fastest where pairs are more than SMs: each has a block, so it counts how full the last wave of them is."""
-
-    def idle(at_once: int) -> float:
-        """The share of the blocks for which there is room, where an SM has so many at once."""
-        room = at_once * call.sms
-        return -heads % room / (heads + -heads % room)
-
     if call.head_dim == 64 and heads > 4 * call.sms and kv_len <= SHORT_CACHE:
         return 3 if batch_invariant else KEYS_AS_ROWS
-    if idle(2) <= 0.2:
+    if _idle(call, heads, 2) <= 0.2:
         in_order = call.head_dim == 128 and not page_size and kv_len >= 4 * SHORT_CACHE
-        return IN_STEP if batch_invariant and in_order and idle(1) <= 0.1 else 4
+        return IN_STEP if batch_invariant and in_order and _idle(call, heads, 1) <= 0.1 else 4
     few = heads <= 2 * call.sms
     if batch_invariant:
         return 3 if few or call.head_dim == 64 else EIGHT_WARPS
-    return 3 if few or idle(3) <= 0.15 else EIGHT_WARPS
+    return 3 if few or _idle(call, heads, 3) <= 0.15 else EIGHT_WARPS
+
+
+def _idle(call: Call, heads: int, at_once: int) -> float:
+    """The share of the blocks for which there is room that are missing in the last wave, of so many to an SM."""
+    room = at_once * call.sms
+    return -heads % room / (heads + -heads % room)

@@ -23,7 +23,7 @@ constexpr int MOST_LEAF_BITS = 7;  // of a tree
 
 // Which cluster has which pair, where all pairs have as many: the grid says it.
 struct ByGrid {
-  static constexpr bool BY_LENGTH = false, any = true;
+  static constexpr bool BY_LENGTH = false;
   int2 own, now;  // the sequence's lengths, before and after the launch ahead of this one is complete
 
   DEVICE void start() {}
@@ -86,10 +86,8 @@ struct Cluster {
     w.s = sequence(a, place.own);
     const int warps = bits + place.bits(a) + WARP_BITS;
     const int warp = (((place.cluster(bits) << bits) + rank) << WARP_BITS) + threadIdx.x / 32;
-    w.end = place.any ? w.s.tiles : 0;
-    if (!place.any) {
-      w.tile = 0;
-    } else if (TREE || a.chunks) {
+    w.end = w.s.tiles;
+    if (TREE || a.chunks) {
       w.step_bits = bits_of_leaves(31 - __clz(a.chunks), 31 - __clz(w.s.tiles), a.leaf_tile_bits);
       w.leaf = first_leaf(warp, warps, w.step_bits), w.leaf_end = first_leaf(warp + 1, warps, w.step_bits);
       w.tile = w.leaf < w.leaf_end ? reversed(w.leaf, w.step_bits) : w.end;
@@ -100,11 +98,9 @@ struct Cluster {
     }
   }
   DEVICE bool any(const Walk& w) const { return w.tile < w.end; }
-  DEVICE bool takes_part() const { return place.any; }
   DEVICE void read_again(const Decode& a) { place.read_again(a); }
   DEVICE static bool can_be_found_early(const Decode&) { return true; }
   DEVICE bool holds(const Decode& a) const { return place.holds(a); }
-  DEVICE void leave() const { meet(); }
   // Whether the cluster takes a further item, for which all of its blocks have to be done with this one.
   template <typename Buffer>
   DEVICE bool next(const Decode& a, Buffer& buffer) {

@@ -52,15 +52,15 @@ struct Decode {
   Divisor group, page_size, row_tiles;  // row_tiles: pairs that share a kv head's rows
   int tile_bits = 0;                    // B_c = 1 << tile_bits
   // 0, or in a batch-invariant call into how many chunks the keys of a pair are cut at most, in any batch (rungs 1 and
-  // 2); or how many warps could share those of a sequence (3, 4, 6 to 8). Rung 5 finds that number itself.
+  // 2); or how many warps could share those of a sequence (3, 4, 6 to 10). Rung 5 finds that number itself.
   int chunks;
   int leaf_tile_bits = 2;  // 1 << leaf_tile_bits tiles of a leaf, where a pair has many
   // In rungs with clusters: 1 << block_bits blocks of one; 1 << cluster_bits of a pair, if its length does not say it.
   int block_bits = 0, cluster_bits = 0;
-  int clusters_at_once = 0;  // on the GPU, in rung 8
+  int clusters_at_once = 0;  // on the GPU, in rungs 8 to 10
   float scale;
   float* partial;  // [slot][rows of a pair][head_dim], and behind all of them m, l: [slot][rows of a pair][2]
-  int64_t slots;  // in rungs 3 to 7 of all clusters, where several share a pair; in rung 8 clusters_at_once
+  int64_t slots;  // in rungs 3 to 7 of all clusters, where several share a pair; in 8 to 10 clusters_at_once
   int* counters;  // [batch * kv_heads * row_tiles], there times the blocks of a cluster; 0 between launches
 
   DEVICE int pairs() const { return kv_heads * int(row_tiles.d); }  // of a sequence

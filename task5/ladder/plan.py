@@ -7,7 +7,7 @@ import torch
 
 from common.build import Kernels, dtype_code
 
-LONG = 32  # tiles of a block that make up for a second block on its SM
+LONG = 32  # tiles of a block that fill all of its stages
 KERNELS = {
     1: Kernels(__file__, "01_shared_work.cu"),
     2: Kernels(__file__, "02_dependent_launch.cu"),
@@ -17,25 +17,27 @@ KERNELS = {
     6: Kernels(__file__, "06_eight_warps.cu"),
     7: Kernels(__file__, "07_in_step.cu"),
     8: Kernels(__file__, "08_by_length.cu"),
+    9: Kernels(__file__, "09_by_length_shallow.cu"),
+    10: Kernels(__file__, "10_by_length_eight_warps.cu"),
 }
 RUNGS = tuple(KERNELS)
-CLUSTERS = (3, 4, 5, 6, 7, 8)  # of the rungs
+CLUSTERS = (3, 4, 5, 6, 7, 8, 9, 10)  # of the rungs
 KEYS_AS_ROWS = 5  # for 16 bits
 EIGHT_WARPS, IN_STEP = 6, 7
-OF_EIGHT_WARPS = (EIGHT_WARPS, IN_STEP)  # for head_dim up to 128
-BY_LENGTH = 8  # lengths decide how many clusters a pair has
-ONE_TREE = (3, 4, *OF_EIGHT_WARPS, BY_LENGTH)  # batch-invariant, they have the same bits
+BY_LENGTH = (8, 9, 10)  # lengths decide how many clusters a pair has; blocks as of rungs 4, 3 and 6
+OF_EIGHT_WARPS = (EIGHT_WARPS, IN_STEP, 10)  # for head_dim up to 128
+ONE_TREE = (3, 4, EIGHT_WARPS, IN_STEP, *BY_LENGTH)  # batch-invariant, they have the same bits
 MOST_BLOCKS = 16  # of a cluster; of a pair, where its blocks are no cluster
-WARPS = 4  # of a block; rungs 6 and 7 have twice as many
+WARPS = 4  # of a block; rungs 6, 7 and 10 have twice as many
 MOST_CLUSTERS = 8  # of a pair, in rung 5
 MANY_KEYS = 512  # of a block of rung 5, so that more clusters pay
-# Bytes of K and V from which blocks without clusters are faster in rungs 3, 4 and 6 to 8: memory-bound, compute-bound.
+# Bytes of K and V from which blocks without clusters are faster in rungs 3, 4 and 6 to 10: memory-bound, compute-bound.
 LONG_BYTES, LONG_BYTES_COMPUTE_BOUND = 400e6, 100e6
 # As in bits_of_leaves() of cluster.cuh.
 TILES_OF_A_LEAF = 64  # with fewer, a half or a quarter of the leaves are used
 MOST_LEAVES = 128
-MOST_SEQUENCES = 128  # whose lengths a warp of rung 8 holds
-ROWS = 16  # of q in a pair of rungs 3, 4 and 6 to 8, at most; in 16 bits
+MOST_SEQUENCES = 128  # whose lengths a warp of rungs 8 to 10 holds
+ROWS = 16  # of q in a pair of rungs 3, 4 and 6 to 10, at most; in 16 bits
 
 
 class Call(NamedTuple):
@@ -55,7 +57,7 @@ class Call(NamedTuple):
 
     @property
     def two_tiles(self) -> bool:
-        """Whether the rows of a kv head are two pairs of rungs 3, 4 and 6 to 8; of the others one."""
+        """Whether the rows of a kv head are two pairs of rungs 3, 4 and 6 to 10; of the others one."""
         return ROWS < self.rows <= 2 * ROWS and self.head_dim <= 128
 
     @property
@@ -126,8 +128,8 @@ def plan(
             single = power_of_two(min(most, call.sms // pairs))
             if single > of_a_cluster:
                 of_a_cluster, clusters = 1, single
-        if rung == BY_LENGTH:
-            return _by_length(call, batch, pairs // batch, of_a_cluster, kv_len, leaves)
+        if rung in BY_LENGTH:
+            return _by_length(call, rung, batch, pairs // batch, of_a_cluster, kv_len, leaves)
         return _in_clusters(call, rung, pairs, of_a_cluster, clusters, leaves)
     tall = call.query(rung, "rows_of_a_pair")
     pairs, room = _pairs(call, rung, kv_heads), _blocks(call, rung)
@@ -153,17 +155,17 @@ def _in_clusters(
 
 
 def _by_length(
-    call: Call, batch: int, pairs: int, of_a_cluster: int, kv_len: int, chunks: int
+    call: Call, rung: int, batch: int, pairs: int, of_a_cluster: int, kv_len: int, chunks: int
 ) -> Plan:
     """A cluster for each pair, and room for the parts of fewer than these."""
-    tiles = -(-kv_len // call.query(BY_LENGTH, "keys_of_a_tile"))
-    at_once = call.query(BY_LENGTH, "clusters_at_once", blocks=of_a_cluster, tiles=min(tiles, LONG))
+    tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
+    at_once = call.query(rung, "clusters_at_once", blocks=of_a_cluster, tiles=min(tiles, LONG))
     # Clusters without a pair of their own would only be in the next launch's way.
     at_once = min(at_once, batch * pairs)
     parts = 4 * at_once // 3 + 1  # of clusters with more than three quarters of a share
-    floats = parts * call.query(BY_LENGTH, "rows_of_a_pair") * call.head_dim // 4 * 6
+    floats = parts * call.query(rung, "rows_of_a_pair") * call.head_dim // 4 * 6
     counters = batch * pairs * of_a_cluster + 1
-    return Plan(BY_LENGTH, batch * pairs * of_a_cluster, chunks, at_once, floats, counters)
+    return Plan(rung, batch * pairs * of_a_cluster, chunks, at_once, floats, counters)
 
 
 def _pairs(call: Call, rung: int, kv_heads: int) -> int:
@@ -200,24 +202,18 @@ def _of_a_cluster(
 ) -> int:
     """How many blocks share a pair: a power of two.
 
-    All are there at once: as many as ``room``, or one on each SM, or two on almost each where they have much to do; and
-    each has two tiles at least. Rung 5 takes the memory's time with a block on every other SM.
+    All are there at once: as many as ``room``, or one on each SM; and each has two tiles at least. Rung 5 takes the
+    memory's time with a block on every other SM.
     """
     pairs = batch * _pairs(call, rung, kv_heads)
     tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
-    sms = call.sms
+    at_once = room or (call.sms // 2 if rung == KEYS_AS_ROWS else call.sms)
+    if rung in BY_LENGTH and 9 * pairs >= 8 * call.sms and tiles >= 2 * LONG:
+        at_once *= 2  # almost each SM has two: a long sequence's last blocks share one with others
     blocks = 1
-
-    def at_once(blocks: int) -> int:
-        if rung == KEYS_AS_ROWS:
-            return sms // 2
-        # Where only some SMs have a second one, these end last.
-        two = tiles >= LONG * blocks and 9 * pairs * blocks >= 14 * sms
-        return room or (2 * sms if two else sms)
-
     while (
         2 * blocks <= min(most, tiles // 2)
-        and pairs * 2 * blocks <= at_once(2 * blocks)
+        and pairs * 2 * blocks <= at_once
         and pairs <= call.query(rung, "clusters_at_once", blocks=2 * blocks, tiles=min(tiles, LONG))
     ):
         blocks *= 2

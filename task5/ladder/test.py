@@ -56,7 +56,7 @@ def test_more_sequences_than_a_warp_has_lanes(rung):
 
 
 @of_gpus_hopper
-@pytest.mark.parametrize("rung", [rung for rung in ONE_TREE if rung != BY_LENGTH])
+@pytest.mark.parametrize("rung", [rung for rung in ONE_TREE if rung not in BY_LENGTH])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_blocks_that_are_no_cluster_share_a_pair(monkeypatch, rung, batch_invariant):
     """As of long caches of few heads; the same bits as from a cluster, where a call is batch-invariant."""

@@ -8,7 +8,7 @@ import torch
 
 from common.tests.devices import DEVICE, of_gpus_hopper
 from task5.ladder import call, decode_attention
-from task5.ladder.plan import OF_EIGHT_WARPS
+from task5.ladder.plan import BY_LENGTH, OF_EIGHT_WARPS
 
 HALF = torch.float16
 
@@ -92,7 +92,8 @@ def test_eight_warps_are_for_head_dims_up_to_128(rung):
 
 
 @of_gpus_hopper
-def test_rung_8_is_for_up_to_128_sequences():
+@pytest.mark.parametrize("rung", BY_LENGTH)
+def test_by_length_are_up_to_128_sequences(rung):
     q = torch.zeros(129, 1, 1, 64, device=DEVICE)
-    with pytest.raises(ValueError, match="rung 8 is for up to 128 sequences; got 129"):
-        decode_attention(q, q, q, rung=8)
+    with pytest.raises(ValueError, match=f"rung {rung} is for up to 128 sequences; got 129"):
+        decode_attention(q, q, q, rung=rung)

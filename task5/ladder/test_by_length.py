@@ -10,27 +10,35 @@ import torch
 from common.check.rng import new_seed
 from common.tests.devices import of_gpus_hopper
 from task5.ladder import call, plan
-from task5.ladder.cases import CASES, Case
-from task5.ladder.plan import BY_LENGTH
+from task5.ladder.cases import CASES, Case, head_dims_of
+from task5.ladder.plan import BY_LENGTH, OF_EIGHT_WARPS
 
 
 class Uneven(Case):
     """A few long sequences among short ones."""
 
     WINDOWS = (None, None, None, 1000)
+    ROOM = 1500
 
     def choose(self, r, head_dims):
         self.batch, self.kv_heads = r.choice(((2, 2), (3, 3), (5, 2), (33, 1), (70, 1), (128, 1)))
         self.heads, self.q_len = self.kv_heads * r.choice((1, 2, 4, 5)), r.choice((1, 1, 2, 5))
-        self.head_dim, self.room = r.choice(head_dims if self.batch < 10 else (64,)), 1500
+        self.head_dim, self.room = r.choice(head_dims if self.batch < 10 else (64,)), self.ROOM
         self.lengths = [r.randint(0, 40) for _ in range(self.batch)]
         for b in r.sample(range(self.batch), r.randint(1, 1 + self.batch // 16)):
             self.lengths[b] = r.randint(self.room // 2, self.room)
 
 
+class UnevenOfEightWarps(Uneven):
+    """Parts of a pair have twice as many keys."""
+
+    ROOM = 3000
+
+
 @of_gpus_hopper
-@pytest.mark.parametrize("part", range(4))
-def test_long_sequences_among_short_ones(monkeypatch, part):
+@pytest.mark.parametrize("rung", BY_LENGTH)
+@pytest.mark.parametrize("part", range(2))
+def test_long_sequences_among_short_ones(monkeypatch, part, rung):
     """As on a GPU that holds few clusters at once, so that some take several items."""
     query, workspace, scratch = plan.Call.query, call.workspace, []
 
@@ -46,19 +54,20 @@ def test_long_sequences_among_short_ones(monkeypatch, part):
 
     monkeypatch.setattr(call, "workspace", watched)
     cut, several = 0, 0
-    seeds = random.Random(new_seed() + part).sample(range(10**9), CASES // 4)
+    seeds = random.Random(new_seed() + 10 * part + rung).sample(range(10**9), CASES // 6)
     for i, seed in enumerate(seeds):
-        case = Uneven(seed)
+        of_rung = UnevenOfEightWarps if rung in OF_EIGHT_WARPS else Uneven
+        case = of_rung(seed, head_dims=head_dims_of(rung))
         pairs = case.batch * case.kv_heads
         most = (pairs // 2, pairs, 1000)[i % 3]
 
         monkeypatch.setattr(plan.Call, "query", partialmethod(few, most))
         plan.plan.cache_clear()
         scratch.clear()
-        case.check(case.run(rung=BY_LENGTH, paged=case.rng.random() < 0.3))
-        whole = case.run(rung=BY_LENGTH, batch_invariant=True)
+        case.check(case.run(rung=rung, paged=case.rng.random() < 0.3))
+        whole = case.run(rung=rung, batch_invariant=True)
         some = case.rng.sample(range(case.batch), case.rng.randint(1, case.batch))
-        again = case.run(some, rung=BY_LENGTH, batch_invariant=True)
+        again = case.run(some, rung=rung, batch_invariant=True)
         assert torch.equal(again, whole[some])
         assert not any(counters.any() for _, counters in scratch)
         of_one = bool(scratch[0][0].isfinite().any())

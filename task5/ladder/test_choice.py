@@ -147,9 +147,15 @@ def test_lengths_that_may_differ_decide(h200):
     def rung(heads, kv_len, lengths, **shape):
         return fastest(h200(**{"dtype": 2} | shape), heads, kv_len, lengths=lengths).rung
 
-    assert rung(256, 4096, 32) == rung(256, 4096, 128) == rung(16, 65536, 2) == BY_LENGTH
-    assert rung(64, 8192, 8, dtype=0) == rung(64, 8192, 8, head_dim=256) == BY_LENGTH
-    assert BY_LENGTH not in (rung(256, 4096, 1), rung(1032, 4096, 129), rung(64, 8192, 8))
+    deep, shallow, of_eight_warps = BY_LENGTH
+    assert rung(16, 65536, 2) == rung(128, 8192, 16) == deep
+    assert rung(64, 8192, 8, dtype=0) == rung(256, 4096, 32, head_dim=256) == deep
+    assert rung(144, 8192, 18) == rung(512, 4096, 64) == deep
+    assert rung(160, 8192, 20) == rung(208, 8192, 26) == rung(192, 4096, 24, dtype=0) == shallow
+    assert rung(104, 16384, 13) == deep
+    assert rung(256, 4096, 32) == rung(256, 4096, 128) == rung(224, 8192, 28) == of_eight_warps
+    assert not {rung(256, 4096, 1), rung(1032, 4096, 129), rung(64, 8192, 8)} & set(BY_LENGTH)
     assert rung(256, 4096, 32, rows=33) == KEYS_AS_ROWS
     promised = fastest(h200(dtype=2), 64, 16384, promised=True, lengths=8)
-    assert promised == Choice(BY_LENGTH, ahead=True)
+    assert promised == Choice(deep, ahead=True)
+    assert fastest(h200(dtype=2), 144, 8192, promised=True, lengths=18) == Choice(deep)

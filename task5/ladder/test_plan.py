@@ -45,30 +45,37 @@ def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
     ("batch", "kv_heads", "kv_len", "rung", "blocks"),
     [
         (1, 8, 1024, 4, 8 * 8),  # two tiles each
-        (1, 8, 4096, 4, 8 * 16),
+        (1, 8, 4096, EIGHT_WARPS, 8 * 8),
         (1, 8, 8192, EIGHT_WARPS, 8 * 8),
+        (4, 8, 2048, EIGHT_WARPS, 32 * 2),  # 30 clusters of four fit
         (8, 8, 2048, 4, 64 * 2),
+        (9, 8, 1024, EIGHT_WARPS, 72),
         (16, 8, 2048, 4, 128),
         (16, 8, 8192, IN_STEP, 128),
+        (17, 8, 1024, 4, 136),
+        (36, 8, 1024, 3, 288),
         (16, 32, 1024, 4, 512),  # more pairs than fit
         (1, 1, 64, 4, 1),
         (1, 8, 131072, IN_STEP, 8 * 16),  # a block on each SM, no clusters
     ],
 )
 def test_the_rung_of_float32(h200, batch, kv_heads, kv_len, rung, blocks):
+    few_keys = batch * kv_heads * kv_len <= 8192
     for promised in (False, True):
-        assert fastest(h200(), batch * kv_heads, kv_len, promised=promised) == Choice(rung)
+        how = fastest(h200(), batch * kv_heads, kv_len, promised=promised)
+        assert how == Choice(rung, promised and few_keys)
     work = plan(h200(), batch, kv_heads, kv_len, False, rung)
     assert work.blocks == blocks
     assert work.slots == (blocks if kv_len == 131072 else 0)  # the blocks of a pair are no cluster
     assert fastest(h200(head_dim=256), batch * kv_heads, kv_len) == Choice(4)
 
 
-def test_two_blocks_share_an_sm_where_each_has_much_to_do(h200):
-    assert [plan(h200(), 16, 8, n, False, 4).blocks for n in (2048, 8192)] == [128, 256]
-    assert (
-        plan(h200(), 12, 8, 8192, False, 4).blocks == 96
-    )  # a second one on almost each, or on none
+def test_two_blocks_share_an_sm_where_lengths_decide(h200):
+    """Of few keys one, and where only some SMs would have a second one."""
+    deep = BY_LENGTH[0]
+    assert [plan(h200(), 16, 8, n, False, deep).blocks for n in (2048, 8192)] == [128, 256]
+    assert plan(h200(), 16, 8, 8192, False, 4).blocks == 128
+    assert plan(h200(), 12, 8, 8192, False, deep).blocks == 96
 
 
 @pytest.mark.parametrize(
@@ -99,13 +106,16 @@ def test_the_blocks_of_rung_5(h200, batch, kv_heads, kv_len, blocks, parts):
 
 
 def test_where_lengths_decide_a_grid_has_a_cluster_for_each_pair(h200):
-    call = h200(dtype=2)
-    one_each = plan(call, 64, 8, 4096, False, BY_LENGTH)
+    call, (deep, shallow, of_eight_warps) = h200(dtype=2), BY_LENGTH
+    one_each = plan(call, 64, 8, 4096, False, deep)
     assert (one_each.blocks, one_each.slots) == (64 * 8, 396) and one_each.counters == 64 * 8 + 1
-    few = plan(call, 16, 8, 8192, False, BY_LENGTH)  # clusters of two, no more of them than pairs
+    few = plan(call, 16, 8, 8192, False, deep)  # clusters of two, no more of them than pairs
     assert (few.blocks, few.slots) == (128 * 2, 128) and few.counters == 128 * 2 + 1
-    assert plan(call, 12, 8, 8192, False, BY_LENGTH).blocks == 96
-    long = plan(call, 2, 8, 131072, False, BY_LENGTH)  # of 16 blocks
-    assert (long.blocks, long.slots) == (2 * 8 * 16, 16)
+    assert plan(call, 12, 8, 8192, False, deep).blocks == 96
+    long = plan(call, 2, 8, 131072, False, deep)  # of eight blocks
+    assert (long.blocks, long.slots) == (2 * 8 * 8, 16)
+    for rung, at_once in ((shallow, 396), (of_eight_warps, 132)):
+        work = plan(call, 64, 8, 4096, False, rung)
+        assert (work.rung, work.blocks, work.slots) == (rung, 64 * 8, at_once)
     # Rows of O, m and l, for clusters with more than three quarters of a share each.
     assert few.floats == (4 * 128 // 3 + 1) * 8 * 128 // 4 * 6
