@@ -39,7 +39,7 @@ class UnevenOfEightWarps(Uneven):
 @pytest.mark.parametrize("rung", BY_LENGTH)
 @pytest.mark.parametrize("part", range(2))
 def test_long_sequences_among_short_ones(monkeypatch, part, rung):
-    """As on a GPU that holds few clusters at once, so that some take several items."""
+    """Also as on a GPU that holds half as many clusters. Where a pair is cut, some clusters take several items."""
     query, workspace, scratch = plan.Call.query, call.workspace, []
 
     def watched(device, floats, counters):
@@ -53,13 +53,15 @@ def test_long_sequences_among_short_ones(monkeypatch, part, rung):
         return min(found, most) if name == "clusters_at_once" else found
 
     monkeypatch.setattr(call, "workspace", watched)
-    cut, several = 0, 0
-    seeds = random.Random(new_seed() + 10 * part + rung).sample(range(10**9), CASES // 6)
+    cut = False
+    seeds = random.Random(new_seed() + 10 * part + rung).sample(range(10**9), CASES)
     for i, seed in enumerate(seeds):
+        if cut and i >= CASES // 6:
+            break
         of_rung = UnevenOfEightWarps if rung in OF_EIGHT_WARPS else Uneven
         case = of_rung(seed, head_dims=head_dims_of(rung))
         pairs = case.batch * case.kv_heads
-        most = (pairs // 2, pairs, 1000)[i % 3]
+        most = (pairs // 2, pairs)[i % 2]
 
         monkeypatch.setattr(plan.Call, "query", partialmethod(few, most))
         plan.plan.cache_clear()
@@ -70,9 +72,7 @@ def test_long_sequences_among_short_ones(monkeypatch, part, rung):
         again = case.run(some, rung=rung, batch_invariant=True)
         assert torch.equal(again, whole[some])
         assert not any(counters.any() for _, counters in scratch)
-        of_one = bool(scratch[0][0].isfinite().any())
-        cut += of_one
-        several += of_one and most <= pairs
+        cut = cut or bool(scratch[0][0].isfinite().any())
         assert torch.equal(case.run(rung=4, batch_invariant=True), whole)
     plan.plan.cache_clear()
-    assert cut and several
+    assert cut
