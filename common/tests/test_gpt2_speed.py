@@ -26,7 +26,8 @@ def found(launches=0.5, one=0.4, ours=8.0, sdpa=8.0, same=128):
         for name, ms in ((ONE_LAUNCH, one), (LOOP, launches))
     }
     calls = {GENERATE: timing(ours), SDPA: timing(sdpa)}
-    return Found(128, 0.115, loops, calls, {SDPA: 128, GENERATE: 128, ONE_LAUNCH: 128, LOOP: same})
+    texts = {SDPA: 128, GENERATE: 128, ONE_LAUNCH: 128, LOOP: same}
+    return Found(128, 0.115, loops, calls, sdpa / ours, texts)
 
 
 def facts(date="2026-01-01"):
@@ -62,6 +63,14 @@ def test_the_times():
     ]
     assert rows[-2][:3] == [SDPA, "", "8"] and rows[-1][:3] == ["floor", "", "0.115"]
     assert len({len(row) for row in rows}) == 1
+
+
+def test_calls_of_a_round_are_compared(monkeypatch):
+    """The host is ten times slower in the second one, which begins with SDPA."""
+    times = iter([1.0, 2.0, 10.0, 10.0])
+    monkeypatch.setattr(speed, "timed", lambda run, cuda: next(times))
+    result = speed.run(*speed.made(0, torch.device("cpu")), 2)
+    assert result.beside == 1.5 and next(times, None) is None
 
 
 def test_the_bytes_of_a_step():
