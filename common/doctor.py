@@ -459,9 +459,9 @@ def builds() -> Findings:
 
 def _is_stale(source: Path) -> bool:
     """Whether the library for the CPU that belongs to this source as it is now is not there."""
-    from common.build import builder
+    from common.build import planner
 
-    return not builder.plan(source, "cpu").path.exists()
+    return not planner.plan(source, "cpu").path.exists()
 
 
 def _size(file: Path) -> int:

@@ -1,7 +1,8 @@
 """Compiling the tasks' .cu files, and calling the launchers in them on torch tensors.
 
 toolchain  which compilers there are, which GPU, and what each can do
-builder    from sources to shared libraries in .build/
+planner    what a library is made from, by which commands, and its name in .build/
+builder    makes the libraries that are missing there
 signature  what the functions of a .cu take, and how a tensor is passed
 call       from keywords to a call of C;  host: C++ code that reads torch's tensors for it
 interrupt  Ctrl-C while a kernel runs on the CPU

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.build import builder, host
+from common.build import host, planner
 from common.build.signature import POINTER, WANTED, Export, View
 
 CALL = Path(__file__).resolve().parent / "call.cpp"
@@ -51,9 +51,9 @@ def caller(name: str, export: Export, address: int, device: Any) -> Callable[[Ar
     return bind(address, device_type, device.index or 0, torch.Tensor, names, misfit)
 
 
-def caller_target(export: Export) -> builder.Target:
+def caller_target(export: Export) -> planner.Target:
     """The library that calls functions of this type."""
-    return builder.plan_host(CALL, _function_type(export))
+    return planner.plan_host(CALL, _function_type(export))
 
 
 def _function_type(export: Export) -> str:

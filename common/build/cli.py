@@ -8,9 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.build import builder, toolchain
-from common.build.builder import Built, Target
+from common.build import builder, planner, toolchain
+from common.build.builder import Built
+from common.build.planner import Target
 from common.build.toolchain import BuildError
+from common.paths import ROOT
 
 
 def compile_main(file: str, *sources: str) -> None:
@@ -27,7 +29,7 @@ def compile_main(file: str, *sources: str) -> None:
 
 def main() -> int:
     """Build every kernel of every task, and those that tasks share; the exit status."""
-    sources = (p for at in ("task*/**/*.cu", "common/*/*.cu") for p in builder.ROOT.glob(at))
+    sources = (p for at in ("task*/**/*.cu", "common/*/*.cu") for p in ROOT.glob(at))
     return _main(sorted(sources), "python -m common.build", skip=True)
 
 
@@ -57,7 +59,7 @@ def _main(sources: Sequence[Path], program: str, *, skip: bool = False) -> int:
     try:
         device = options.device or ("cuda" if options.arch or toolchain.find_gpu() else "cpu")
         targets = [
-            builder.plan(s, device, arch=a)
+            planner.plan(s, device, arch=a)
             for a in _architectures(options.arch, device)
             for s in sources
             if not (skip and _skipped(s, a))
@@ -81,17 +83,17 @@ def _architectures(asked: Sequence[str] | None, device: str) -> Sequence[str | N
 
 def _skipped(source: Path, arch: str | None) -> bool:
     """Whether this source is not for the architecture being built; prints a line if so."""
-    named = builder.architectures(source)
-    if not named or (toolchain.normal_arch(arch) in named if arch else builder.is_for_cpu(source)):
+    named = planner.architectures(source)
+    if not named or (toolchain.normal_arch(arch) in named if arch else planner.is_for_cpu(source)):
         return False
-    print(f"{builder.display(source)}: not for {arch or 'the CPU'}, only for {', '.join(named)}")
+    print(f"{planner.display(source)}: not for {arch or 'the CPU'}, only for {', '.join(named)}")
     return True
 
 
 def report(built: Built, verbose: bool) -> None:
     """Print how a target was built, its warnings and, if verbose, each kernel's resources."""
     target = built.target
-    print(f"{builder.display(target.source)}: {_how(target)}, {_when(built.seconds)}")
+    print(f"{planner.display(target.source)}: {_how(target)}, {_when(built.seconds)}")
     if (built.seconds is not None or verbose) and (warnings := builder.readable(built.said)):
         print(warnings)
     if verbose and target.device == "cuda":

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.build import builder
+from common.build import builder, planner
 
 
 @functools.cache
@@ -19,7 +19,7 @@ def load(source: Path, function_type: str | None = None) -> ctypes.PyDLL:
     """
     import torch
 
-    target = builder.plan_host(source, function_type)
+    target = planner.plan_host(source, function_type)
     builder.make([target])
     library = ctypes.PyDLL(str(target.path))
     pointer = ctypes.pythonapi.PyCapsule_GetPointer

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.build import builder, interrupt, signature, toolchain
+from common.build import builder, interrupt, planner, signature, toolchain
 from common.build.call import Arguments, caller, caller_target
 
 ORDERS = ("forward", "reverse", "random")
@@ -267,7 +267,7 @@ class Kernels:
     @functools.cached_property
     def _arch(self) -> str | None:
         """The first GPU that the source is for; None: any."""
-        return next(iter(builder.architectures(self.source)), None)
+        return next(iter(planner.architectures(self.source)), None)
 
     @functools.cached_property
     def _exports(self) -> dict[str, signature.Export]:
@@ -294,7 +294,7 @@ class Kernels:
         callers = tuple(caller_target(export) for export in self._exports.values())
         if device.type == "cuda":
             return _library_for_gpu(self.source, device, callers)
-        kernels = builder.plan(self.source, "cpu", check=check)
+        kernels = planner.plan(self.source, "cpu", check=check)
         builder.make([kernels, *callers])
         return kernels.path
 
@@ -324,14 +324,14 @@ def _device_of(name: str, arguments: Arguments) -> Any:
     )
 
 
-def target_for(source: Path, device: Any) -> builder.Target:
+def target_for(source: Path, device: Any) -> planner.Target:
     """The target that a first launch on a torch.device would build; ``builder.make`` builds several at once."""
     if device.type != "cuda":
-        return builder.plan(source, device.type, check=_settings.check)
+        return planner.plan(source, device.type, check=_settings.check)
     import torch
 
     arch = toolchain.arch_of(torch.cuda.get_device_capability(device))
-    return builder.plan(source, "cuda", arch=arch, here=True)
+    return planner.plan(source, "cuda", arch=arch, here=True)
 
 
 # ---- on a GPU
@@ -368,7 +368,7 @@ def _fail(name: str, status: int) -> NoReturn:
 
 
 @functools.cache
-def _library_for_gpu(source: Path, device: Any, callers: tuple[builder.Target, ...]) -> Path:
+def _library_for_gpu(source: Path, device: Any, callers: tuple[planner.Target, ...]) -> Path:
     kernels = target_for(source, device)
     builder.make([kernels, *callers])
     return kernels.path
@@ -436,7 +436,7 @@ def _registering(call: Callable[[Arguments], None]) -> Callable[[Arguments], Non
 def _runtime():
     from common.cuda_on_cpu import Runtime
 
-    target = builder.cpu_runtime()
+    target = planner.cpu_runtime()
     builder.make([target])
     return Runtime(target.path)
 

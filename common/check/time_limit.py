@@ -4,9 +4,9 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, ModuleType
 
-from common.build import builder, library
+from common.build import builder, library, planner
 from common.check.compare import CheckFailed
 from common.check.frames import own_line
 
@@ -24,9 +24,9 @@ def time_limit(seconds: float) -> Iterator[None]:
         return
 
     def too_long(number: int, frame: FrameType | None) -> None:
-        if _is_inside(frame, builder.__file__):
+        if _is_inside(frame, builder, planner):
             signal.setitimer(signal.ITIMER_REAL, seconds + MORE)
-        elif _is_inside(frame, library.__file__):  # its own limit ends the kernel
+        elif _is_inside(frame, library):  # its own limit ends the kernel
             signal.setitimer(signal.ITIMER_REAL, MORE)
         else:
             raise CheckFailed(f"did not end within {seconds:g} s: it is at {own_line(frame)}")
@@ -40,9 +40,10 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _is_inside(frame: FrameType | None, module: str) -> bool:
+def _is_inside(frame: FrameType | None, *modules: ModuleType) -> bool:
+    files = {module.__file__ for module in modules}
     while frame is not None:
-        if frame.f_code.co_filename == module:
+        if frame.f_code.co_filename in files:
             return True
         frame = frame.f_back
     return False

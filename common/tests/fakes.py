@@ -5,7 +5,7 @@ import shutil
 
 import torch
 
-from common.build import View, builder, host
+from common.build import View, builder, host, planner
 from task7 import known_calls
 
 UNKNOWN = -1
@@ -63,7 +63,7 @@ class Fakes:
         shutil.copy(module.FOLDER / "known_calls.cpp", folder)
         monkeypatch.setattr(module, "FOLDER", folder)
         (folder / "fakes.cpp").write_text(DRIVER + source)
-        target = builder.plan_host(folder / "fakes.cpp")
+        target = planner.plan_host(folder / "fakes.cpp")
         builder.make([target])
         self.fakes = ctypes.CDLL(str(target.path))
         self.library = module.load(*(getattr(self.fakes, name) for name in driver))

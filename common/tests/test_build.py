@@ -19,37 +19,15 @@ from common.build import (
     builder,
     cli,
     dtype_code,
+    planner,
     toolchain,
     using,
 )
+from common.paths import ROOT
+from common.tests.folders import KERNEL, write_kernel
 
-KERNEL = """\
-#include <cuda_runtime.h>
-#include <cstdint>
-#include "factor.cuh"
-
-__global__ void scale_kernel(const float* inp, float* out, int64_t n, float by) {
-  int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
-  if (i < n) out[i] = FACTOR * by * inp[i];
-}
-
-extern "C" cudaError_t scale(const float* inp, float* out, int rows, int64_t n, float by,
-                             cudaStream_t stream) {
-  scale_kernel<<<(n + 255) / 256, 256, 0, stream>>>(inp, out, n, by);
-  return cudaGetLastError();
-}
-"""
 SLOW = "#include <regex>\n" + KERNEL  # a header that keeps a compiler busy long enough to be killed
-COMPILE = 'from common.build import compile_main\ncompile_main(__file__, "kernel.cu")\n'
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-
-
-def write_kernel(folder: Path, kernel: str = KERNEL) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "factor.cuh").write_text("#pragma once\n#define FACTOR 1.0f\n")
-    (folder / "kernel.cu").write_text(kernel)
-    (folder / "compile.py").write_text(COMPILE)
-    return folder / "kernel.cu"
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +36,12 @@ def checkout(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("checkout")
     for part in ("build", "cuda_on_cpu", "include"):
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(builder.ROOT / "common" / part, root / "common" / part, ignore=ignored)
+        shutil.copytree(ROOT / "common" / part, root / "common" / part, ignore=ignored)
     (root / "common/__init__.py").touch()
-    shutil.copy(builder.ROOT / "common/paths.py", root / "common")
-    builder.make([builder.cpu_runtime()])
+    shutil.copy(ROOT / "common/paths.py", root / "common")
+    builder.make([planner.cpu_runtime()])
     (root / ".build").mkdir()
-    shutil.copy(builder.cpu_runtime().path, root / ".build")  # it takes seconds, and is the same
+    shutil.copy(planner.cpu_runtime().path, root / ".build")  # it takes seconds, and is the same
     write_kernel(root / "warm")
     done = compile_in(root, "warm")
     assert done.returncode == 0, done.stderr
@@ -185,7 +163,7 @@ def test_one_that_compiles_is_there_although_another_does_not(tmp_path):
     good, bad = write_kernel(tmp_path / "good"), write_kernel(tmp_path / "bad", KERNEL + "oops\n")
     with pytest.raises(BuildError, match=r"bad/kernel\.cu:\d+"):
         builder.build([bad, good])
-    assert builder.plan(good, "cpu").path.exists()
+    assert planner.plan(good, "cpu").path.exists()
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc on PATH")
@@ -198,19 +176,6 @@ def test_a_kernel_broken_for_the_gpu_alone(checkout, task):
         text=True,
     )
     assert f'{task}/kernel.cu(7): error: identifier "bye" is undefined' in only_error(done)
-
-
-def test_the_name_follows_sources_headers_and_flags(tmp_path):
-    source = write_kernel(tmp_path / "named")
-    names = {builder.plan(source, "cpu").path, builder.plan(source, "cpu", check=True).path}
-    (source.parent / "factor.cuh").write_text("#pragma once\n#include <inner.cuh>\n")
-    (source.parent / "inner.cuh").write_text("#define FACTOR 2.0f\n")
-    names.add(builder.plan(source, "cpu").path)
-    (source.parent / "inner.cuh").write_text("#define FACTOR 3.0f\n")
-    names.add(builder.plan(source, "cpu").path)
-    (source.parent / "unrelated.cuh").write_text("#define FACTOR 4.0f\n")
-    names.add(builder.plan(source, "cpu").path)
-    assert len(names) == 4
 
 
 def test_old_builds_are_removed_but_none_that_was_just_used(checkout, task):
@@ -240,26 +205,6 @@ def for_hopper(checkout, task) -> str:
 def test_a_source_that_is_for_some_gpus_alone_is_not_built_for_the_cpu(checkout, for_hopper):
     said = only_error(compile_in(checkout, for_hopper))
     assert said == f"{for_hopper}/kernel.cu is for sm_90a and sm_100a alone, and not for the CPU\n"
-
-
-def test_a_source_that_is_for_some_gpus_alone_is_not_built_for_others(tmp_path):
-    source = write_kernel(tmp_path / "one", "// architectures: sm_90a\n" + KERNEL)
-    assert builder.architectures(source) == ("sm_90a",)
-    with pytest.raises(BuildError, match=r"is for sm_90a alone, and not for sm_80"):
-        builder.plan(source, "cuda", arch="80")
-    source.write_text(31 * "// words\n" + source.read_text())  # not near the top: it says nothing
-    assert builder.architectures(source) == ()
-
-
-def test_a_gpu_that_a_source_is_not_for_is_named(tmp_path, monkeypatch):
-    source = write_kernel(tmp_path / "one", "// architectures: sm_90a\n" + KERNEL)
-    monkeypatch.setattr(
-        toolchain, "find_gpu", lambda: toolchain.Gpu("NVIDIA A100", (8, 0), (13, 0))
-    )
-    with pytest.raises(
-        BuildError, match=r"not for this machine's GPU, NVIDIA A100, which is sm_80"
-    ):
-        builder.plan(source, "cuda")
 
 
 def test_building_everything_leaves_out_what_is_for_others(checkout):
@@ -396,7 +341,7 @@ def test_a_disk_that_fills_up_while_a_build_is_prepared(monkeypatch, tmp_path):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(builder, "BUILD", tmp_path / "built")
+    monkeypatch.setattr(planner, "BUILD", tmp_path / "built")
     monkeypatch.setattr(builder, "_rewrite", full)
     with pytest.raises(BuildError, match="cannot build in .*built: No space left on device$"):
         builder.build([write_kernel(tmp_path)], "cpu")
@@ -424,54 +369,6 @@ def test_a_checkout_in_a_folder_with_an_odd_name(checkout, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "scale" in launchers_in(Path(done.stdout.strip()))
-
-
-@pytest.fixture
-def fake_nvcc(monkeypatch, tmp_path):
-    """Makes an nvcc of a given version that builds for given architectures the only one there is."""
-
-    def make(version: str, *architectures: int) -> None:
-        known = "\\n".join(f"compute_{a}" for a in architectures)
-        nvcc = tmp_path / "nvcc"
-        nvcc.write_text(
-            "#!/bin/sh\n"
-            f'case $1 in --version) echo "Cuda compilation tools, release {version}, V{version}.1";;\n'
-            f'--list-gpu-arch) printf "{known}\\n";; *) exit 1;; esac\n'
-        )
-        nvcc.chmod(0o755)
-        monkeypatch.setenv("NVCC", str(nvcc))
-        toolchain.nvcc_for.cache_clear()
-
-    yield make
-    toolchain.nvcc_for.cache_clear()
-
-
-def test_nvcc_too_old_for_the_gpu(fake_nvcc):
-    fake_nvcc("11.4", 70, 75, 80)
-    with pytest.raises(
-        BuildError, match=r"nvcc 11\.4\.1 .* is too old for sm_90a: it builds for sm_70 to sm_80"
-    ):
-        toolchain.nvcc_for("sm_90a")
-    assert toolchain.nvcc_for("sm_80").version == (11, 4)
-
-
-def test_driver_too_old_for_nvcc(fake_nvcc):
-    fake_nvcc("13.0", 80, 90)
-    with pytest.raises(BuildError, match=r"driver is too old for nvcc 13\.0\.1.*up to CUDA 12\.4"):
-        toolchain.nvcc_for("sm_90a", (12, 4))
-    assert toolchain.nvcc_for("sm_90a", (13, 2)).version == (13, 0)
-
-
-@pytest.mark.parametrize("arch", ["hopper", "sm_9", "sm_80a", "sm_999"])
-def test_unknown_architecture(fake_nvcc, arch):
-    fake_nvcc("13.0", 80, 90)
-    with pytest.raises(BuildError, match=arch):
-        toolchain.nvcc_for(toolchain.normal_arch(arch))
-
-
-def test_architecture_of_a_gpu():
-    names = [toolchain.arch_of(c) for c in ((7, 5), (8, 0), (9, 0), (10, 0), (12, 0))]
-    assert names == ["sm_75", "sm_80", "sm_90a", "sm_100a", "sm_120a"]
 
 
 def test_registers_and_spills_from_what_ptxas_says():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from common.build import Kernels, builder, call
+from common.build import Kernels, builder, call, planner
 from common.build import library as library_module
 from common.build.signature import POINTER, Export, View
 
@@ -63,7 +63,7 @@ class Library:
 
     def __init__(self, folder):
         (folder / "show.cpp").write_text(SHOW)
-        target = builder.plan_host(folder / "show.cpp")
+        target = planner.plan_host(folder / "show.cpp")
         builder.make([target])
         self.c = ctypes.CDLL(str(target.path))
         self.c.last.restype = ctypes.POINTER(Shown)

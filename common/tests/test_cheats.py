@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from common import regions
-from common.build import BuildError, KernelError, Kernels, builder
+from common.build import BuildError, KernelError, Kernels, builder, planner
 from common.build.call import caller_target
 from common.check.failure import failure_of
 from common.check.hints import answers
@@ -47,13 +47,13 @@ def fresh(tmp_path_factory):
     for stage in ("task2", "task4", "task5"):
         kernels = Kernels(str(ROOT / stage / "attention.py"), "attention_kernel.cu")
         builds += [
-            builder.plan(kernels.source, "cpu"),
+            planner.plan(kernels.source, "cpu"),
             *map(caller_target, kernels._exports.values()),
         ]
     builder.make(builds)
     # of other processes' builds, which may be complete and gone meanwhile
     unfinished = shutil.ignore_patterns("work-*")
-    shutil.copytree(builder.BUILD, folder / builder.BUILD.relative_to(ROOT), ignore=unfinished)
+    shutil.copytree(planner.BUILD, folder / planner.BUILD.relative_to(ROOT), ignore=unfinished)
     return course.Course(folder, {f"task{n}": answers(f"task{n}") for n in range(1, 8)}, "")
 
 

@@ -182,7 +182,8 @@ def test_intrinsics():
 
 
 def runtime() -> Runtime:
-    from common.build.builder import cpu_runtime, make
+    from common.build.builder import make
+    from common.build.planner import cpu_runtime
 
     make([cpu_runtime()])
     return Runtime(cpu_runtime().path)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.build import BuildError, builder
+from common.build import BuildError, builder, planner
 from common.build.cli import resources
 from common.check import Rng
 from common.check.hard_inputs import FLOAT32, LAZY
@@ -395,7 +395,7 @@ def test_nothing_spills_and_no_wgmma_is_serialised():
     wanted = [rung.source for rung in RUNGS if rung.number >= 9]
     try:
         targets = [
-            builder.plan(s, "cuda", arch=(builder.architectures(s) or ("sm_90a",))[0])
+            planner.plan(s, "cuda", arch=(planner.architectures(s) or ("sm_90a",))[0])
             for s in wanted
         ]
     except BuildError as error:  # no nvcc

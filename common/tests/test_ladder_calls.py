@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from common.build import builder
+from common.build import planner
 from common.check import assert_close
 from common.check.attention import attention_float64, attention_pytorch
 from common.paths import ROOT
@@ -129,8 +129,8 @@ def test_every_gpu_that_a_rung_is_for_has_the_shared_memory_that_it_takes(capabi
 
 def test_the_rungs_and_their_files_agree():
     for rung in RUNGS:
-        assert builder.architectures(rung.source) == (("sm_90a",) if rung.hopper else ()), rung
-        assert builder.is_for_cpu(rung.source), rung
+        assert planner.architectures(rung.source) == (("sm_90a",) if rung.hopper else ()), rung
+        assert planner.is_for_cpu(rung.source), rung
     assert [r.number for r in RUNGS] == list(range(1, len(RUNGS) + 1))
     assert sorted(rungs.FASTEST_FIRST) == [r.number for r in RUNGS]
 

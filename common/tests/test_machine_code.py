@@ -2,12 +2,13 @@
 
 import pytest
 
-from common.build import BuildError, builder
+from common.build import BuildError, planner
+from common.paths import ROOT
 from common.tests import machine_code
 from common.tests.machine_code import Instruction, wrong
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_120")
-SOURCES = sorted(builder.ROOT.glob("task*/**/*.cu")) + sorted(builder.ROOT.glob("common/*/*.cu"))
+SOURCES = sorted(ROOT.glob("task*/**/*.cu")) + sorted(ROOT.glob("common/*/*.cu"))
 
 
 def code(*lines):
@@ -72,15 +73,15 @@ def test_what_nvdisasm_prints():
     assert Instruction(0, "IMAD.WIDE R4, R14", 3).parts == (None, "IMAD", ".WIDE", ["R4", " R14"])
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=builder.display)
+@pytest.mark.parametrize("source", SOURCES, ids=planner.display)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_kernel(arch, source):
     if not all(map(machine_code.tool, ("cuobjdump", "nvdisasm"))):
         pytest.skip("no cuobjdump and nvdisasm: they come with the CUDA toolkit, and with Triton")
-    if (named := builder.architectures(source)) and arch not in named:
+    if (named := planner.architectures(source)) and arch not in named:
         pytest.skip(f"not for {arch}")
     try:
-        library = builder.plan(source, "cuda", arch=arch).path
+        library = planner.plan(source, "cuda", arch=arch).path
     except BuildError as error:  # no nvcc
         pytest.skip(str(error).splitlines()[0])
     if not library.exists():

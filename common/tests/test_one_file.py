@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.build import BuildError, Kernels, builder, using
+from common.build import BuildError, Kernels, builder, planner, using
 from common.check.attention import references
 from common.paths import ROOT
 from common.timing import counters
@@ -67,14 +67,14 @@ def test_two_texts_of_one_file_and_an_edited_one(tmp_path):
 
 
 def test_nothing_is_written_before_the_first_use(tmp_path, monkeypatch):
-    monkeypatch.setattr(builder, "BUILD", tmp_path / "built")
+    monkeypatch.setattr(planner, "BUILD", tmp_path / "built")
     kernels = Kernels.from_text(python_file(tmp_path, CPP), CPP, ".cpp")
     assert not (tmp_path / "built").exists()
     written = kernels.source
     assert written.read_text() == f'#line 3 "{tmp_path}/kernels.py"\n{CPP}'
     assert [p for p in written.parents[1].rglob("*") if p.is_file()] == [written]
-    builder.BUILD.joinpath("texts/file").touch()
-    monkeypatch.setattr(builder, "BUILD", builder.BUILD / "texts/file")
+    planner.BUILD.joinpath("texts/file").touch()
+    monkeypatch.setattr(planner, "BUILD", planner.BUILD / "texts/file")
     with pytest.raises(BuildError, match=r"cannot write .*kernels\.cu: Not a directory"):
         _ = Kernels.from_text(str(tmp_path / "kernels.py"), CUDA).source
 
@@ -112,7 +112,7 @@ def test_what_a_text_must_be(tmp_path):
     with pytest.raises(ValueError, match="text must be a source; got NoneType None"):
         Kernels.from_text(file, None)
     with pytest.raises(BuildError, match=r"kernels\.py is C\+\+ for the CPU, and not for cuda"):
-        builder.plan(Kernels.from_text(file, CPP, ".cpp").source, "cuda")
+        planner.plan(Kernels.from_text(file, CPP, ".cpp").source, "cuda")
     x = torch.zeros(2)
     with pytest.raises(TypeError, match="add: missing n. It takes x, n"):
         Kernels.from_text(file, CPP, ".cpp").query("add", x.device, x=x)

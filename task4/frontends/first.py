@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from common.build import builder
+from common.build import planner
 from task4.frontends.frontends import FRONT_ENDS, OURS
 
 
 def main(name: str, device: str, folder: str) -> None:
     """Compute once."""
-    builder.BUILD = Path(folder)
+    planner.BUILD = Path(folder)
     for package in ("TRITON", "NUMBA", "CUDA_TILE"):
         os.environ[f"{package}_CACHE_DIR"] = folder
     (front_end,) = (f for f in (*FRONT_ENDS, OURS) if f.name == name)

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from common.build import builder
+from common.build import builder, planner
 from common.build.toolchain import BuildError, find_gpu
 from common.timing import all_alike, measure
 from task4.frontends.nvrtc import KERNEL, LANES, Compiled, Variant, compile_variant, launch, loaded
@@ -66,9 +66,9 @@ def _arch() -> str:
 def compile_times() -> CompileTimes:
     """What a person waits for after an edit. Call it first: the first compilation loads NVRTC, too."""
     nvrtc = compile_variant(VARIANTS[0], _arch()).seconds
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(builder, "BUILD", Path(folder)):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(planner, "BUILD", Path(folder)):
         try:
-            target = builder.plan(KERNEL, "cuda", arch=_arch())
+            target = planner.plan(KERNEL, "cuda", arch=_arch())
         except BuildError:  # there is no nvcc
             return CompileTimes(nvrtc, None)
         return CompileTimes(nvrtc, builder.make([target])[0].seconds)

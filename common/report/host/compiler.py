@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.build import BuildError, builder, toolchain
+from common.build import BuildError, planner, toolchain
 from common.paths import ROOT
 
 FLAGS = {
@@ -35,7 +35,7 @@ def loops(source: Path) -> list[Loop]:
         BuildError: there is no compiler, or it refuses.
     """
     family = toolchain.cpp_compiler().family
-    verdicts = read(family, _compile(source, FLAGS[family]), builder.display(source))
+    verdicts = read(family, _compile(source, FLAGS[family]), planner.display(source))
     lines = source.read_text(encoding="utf-8").splitlines()
     return [
         Loop(f"{source.name}:{number}", line.strip(), verdicts.get(number, UNSEEN))
@@ -45,8 +45,8 @@ def loops(source: Path) -> list[Loop]:
 
 
 def _compile(source: Path, flags: Iterable[str]) -> str:
-    (command,) = builder.plan(source, "cpu").commands
-    shared = [word for word in command if word not in ("-shared", "-o", builder.OUT)]
+    (command,) = planner.plan(source, "cpu").commands
+    shared = [word for word in command if word not in ("-shared", "-o", planner.OUT)]
     done = subprocess.run(
         [*shared, *flags, "-S", "-o", "/dev/null"],
         cwd=ROOT, capture_output=True, text=True, timeout=SECONDS,

@@ -26,7 +26,7 @@ _BUILTINS = {
 # Ways to the system, to files and other threads, around what watches PyTorch, and to the tests' own attention.
 _MEMBERS = {
     "builder", "builtins", "ctypes", "gc", "get_type_hints", "importlib", "inspect", "library", "multiprocessing",
-    "observing", "os", "subprocess", "sys", "test", "threading", "using",
+    "observing", "os", "planner", "subprocess", "sys", "test", "threading", "using",
     "autograd", "classes", "compile", "data_ptr", "distributed", "export", "from_dlpack", "from_file", "from_numpy",
     "futures", "fx", "hub", "jit", "load", "numpy", "onnx", "ops", "overrides", "package", "parallel", "profiler",
     "save", "serialization", "storage", "testing", "tolist", "untyped_storage", "utils",

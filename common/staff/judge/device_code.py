@@ -11,8 +11,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from common.build import BuildError, builder
-from common.build.builder import OBJECT, OUT, Target
+from common.build import BuildError, builder, planner
+from common.build.planner import OBJECT, OUT, Target
 from common.paths import ROOT
 
 SECONDS = 300.0  # for nvcc; templates may be endless
@@ -25,7 +25,7 @@ def compiled(source: Path, arch: str) -> bytes:
     Raises:
         BuildError: it does not compile, or takes too long.
     """
-    target = builder.plan(source, "cuda", arch=arch)
+    target = planner.plan(source, "cuda", arch=arch)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "device.fatbin"
         command = [str(out) if word == OUT else word for word in _with(target, "-fatbin")]
@@ -35,7 +35,7 @@ def compiled(source: Path, arch: str) -> bytes:
             )
         except subprocess.TimeoutExpired:
             raise BuildError(
-                f"{builder.display(source)}: nvcc did not end in {SECONDS:g} s"
+                f"{planner.display(source)}: nvcc did not end in {SECONDS:g} s"
             ) from None
         if done.returncode:
             said = (done.stdout + done.stderr).decode(errors="replace")
@@ -48,14 +48,14 @@ def plan(source: Path, arch: str, code: Path) -> Target:
 
     It is built beside that file.
     """
-    target = builder.plan(source, "cuda", arch=arch)
+    target = planner.plan(source, "cuda", arch=arch)
     host = target.path.with_name(f"host-{target.path.stem}.o")
     ours = dataclasses.replace(target, commands=(tuple(_with(target, "-c")),), path=host)
     objcopy = shutil.which("objcopy") or "objcopy"
     section = f".nv_fatbin={code}"
-    link = (OBJECT if word == builder.display(source) else word for word in target.commands[0])
+    link = (OBJECT if word == planner.display(source) else word for word in target.commands[0])
     commands = (
-        (objcopy, "--update-section", section, builder.display(host), OBJECT),
+        (objcopy, "--update-section", section, planner.display(host), OBJECT),
         tuple(link),
     )
     return dataclasses.replace(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.build import Kernels, builder, library, observing, using
+from common.build import Kernels, builder, library, observing, planner, using
 from common.check.poison import poisoned
 from common.check.watch import Watch, attention_calls
 from common.paths import ROOT
@@ -143,7 +143,7 @@ def _query(answer: dict, source: str, name: str, arguments: dict) -> int:
 
 
 def _build(answer: dict, source: str) -> None:
-    builder.make([builder.plan(ROOT / source, "cpu", check=library.settings().check)])
+    builder.make([planner.plan(ROOT / source, "cpu", check=library.settings().check)])
 
 
 def _device_code(answer: dict, source: str, arch: str) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from common.build import BuildError, builder, toolchain
+from common.build import BuildError, builder, planner, toolchain
 from common.paths import ROOT
 from common.record.grid import Grid
 from common.timing import counters
@@ -118,7 +118,7 @@ def loops(file: OneFile) -> Grid:
     """
     compiler = toolchain.cpp_compiler()
     source = file.module._cpp.source
-    python_file = builder.display(Path(file.module.__file__).resolve())
+    python_file = planner.display(Path(file.module.__file__).resolve())
     found = _said_by(compiler.family, source, python_file)
     grid = Grid(f"{python_file}: what {compiler} says of its innermost loops", ["loop", ""])
     for loop in sorted(found.values(), key=lambda loop: loop.line):
@@ -130,7 +130,7 @@ def loops(file: OneFile) -> Grid:
 
 def _said_by(family: str, source: Path, python_file: str) -> dict[int, Loop]:
     """The loops by line."""
-    (command,) = builder.plan(source, "cpu").commands
+    (command,) = planner.plan(source, "cpu").commands
     with tempfile.TemporaryDirectory() as folder:
         out, dump = Path(folder) / "out", Path(folder) / "dump"
         if family == "gcc":  # -fopt-info has the reason of its last attempt alone
@@ -138,7 +138,7 @@ def _said_by(family: str, source: Path, python_file: str) -> dict[int, Loop]:
         else:
             remarks = (f"-Rpass{kind}=loop-vectorize" for kind in ("", "-analysis", "-missed"))
             flags = ["-gline-tables-only", *remarks]
-        words = [word.replace(builder.OUT, str(out)) for word in command]
+        words = [word.replace(planner.OUT, str(out)) for word in command]
         done = subprocess.run([*words, *flags], cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             raise BuildError(builder.readable(done.stderr))
