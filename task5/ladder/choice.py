@@ -27,7 +27,7 @@ FEW_KEYS, MOST_KEYS, MEDIUM_KEYS = 20_000, 1 << 18, 40_000
 CROWDED_KEYS, SHARED_KEYS = 15_000, 33_000
 # In float32: up to which keys are loaded ahead of the wait, and from which on eight warps are faster.
 FEW_KEYS_OF_FLOAT32, MANY_KEYS_OF_FLOAT32 = 12_500, 70_000
-PAIR_KEYS = 3072  # of one or two pairs: up to so many, four warps take less time than eight
+PAIR_KEYS = 4095  # of one or two pairs: up to so many, four warps take less time than eight
 LONG_BOX = 64  # keys of a page: of fewer, rung 5's copies are too small
 
 
@@ -141,7 +141,7 @@ def _fastest_of_few_pairs(
             return Choice(KEYS_AS_ROWS)
         most = PAIR_KEYS if heads <= 2 else LONG_CACHE // 2
         if batch_invariant:  # then there are no more leaves than warps of four in each block
-            most = 2 * PAIR_KEYS
+            most = 6 * SHORT_CACHE
         return Choice(4 if pair_keys <= most else EIGHT_WARPS, promised)
     every_other_sm = blocks > 4 and _fill_every_other_sm(call, heads)
     crowded = _is_crowded(call, heads, blocks)
@@ -211,8 +211,8 @@ def _fastest_of_float32(
 ) -> Choice:
     """The fastest where a warp computes four times as long with a key as in 16 bits.
 
-    Eight warps on an SM are faster than four where few SMs have a block, or two large clusters find no room beside each
-    other; two blocks of four are where almost each SM has two of them, as the next launch's stand beside this one's.
+    Eight warps on an SM are faster than four where few SMs have a block, or where two large clusters find no room beside
+    each other; four are where most SMs have a block, as the next launch's stands beside it.
     """
     if call.head_dim == 256:
         return Choice(4)
