@@ -211,8 +211,8 @@ def _fastest_of_float32(
 ) -> Choice:
     """The fastest where a warp computes four times as long with a key as in 16 bits.
 
-    Eight warps on an SM are faster than four where few SMs have a block, or where two large clusters find no room beside
-    each other; four are where most SMs have a block, as the next launch's stands beside it.
+    Eight warps on an SM are faster than four where few SMs have a block, or where two large clusters find no room
+    beside each other; four are where most SMs have a block, as the next launch's stands beside it.
     """
     if call.head_dim == 256:
         return Choice(4)
