@@ -3,13 +3,14 @@
 //
 //   q, out (batch, q_len, heads, head_dim)             k, v (batch, kv_len, kv_heads, head_dim)
 //   grid  (splits tiles, clusters kv_heads, batch)     of the splits of a tile each `splits` are a cluster, of up to 8
-//   block (384)                                        a producer and two consumers, as in task 4's rung 13
+//   block (384, or 512)                                a producer and two consumers, or three, as in task 4's rung 13
 //
 // Rung 13 has a block per 128 rows of one head and all of their keys: 64 rows of 8 heads are 8 blocks, for 132 SMs, and
 // the heads of a group all read the same keys. Against it,
 //   packed heads   a tile has `tokens` rows of all heads of a group, by one TMA load: row r is token r / group, head
 //                  r % group. A key is read once for all of them, and no row of a tile is empty while others wait
 //   few rows       of 64 or fewer each consumer has all, and every other block of keys
+//   many rows      of head_dim 64 a third consumer has 64 more: they read K and V less often
 //   split keys     the blocks of a cluster have a tile's rows and each its share of the keys. Each leaves O_i, m_i and
 //                  l_i in its shared memory, and merges some rows of all blocks. Of a tile with several clusters the
 //                  last one to come merges theirs, through global memory
@@ -26,12 +27,12 @@
 #include "lazy_maximum.cuh"
 #include "tensor_map.cuh"
 
-constexpr int CONSUMERS = 2, B_c = 128;
+constexpr int B_c = 128, MOST_CONSUMERS = 3;
 constexpr int MOST_PARTS = 16;  // of a row that are merged at once: a cluster's blocks, or a tile's clusters
 
 enum NamedBarrier { MERGE = 1,
                     TURN = 2,  // TURN + w: consumer w may issue its products
-                    DECISION = TURN + CONSUMERS };  // DECISION + w: every warp of consumer w has voted
+                    DECISION = TURN + MOST_CONSUMERS };  // DECISION + w: every warp of consumer w has voted
 
 struct Chunk {
   CUtensorMap q_map, k_map, v_map;
@@ -42,9 +43,10 @@ struct Chunk {
   int* counters;             // [tile][splits], 0 between launches
 };
 
-// B_r: 64 rows for each consumer; or 64 altogether, whose blocks of keys the consumers share.
+// B_r: 64 rows for each consumer; or 64 altogether, whose blocks of keys two consumers share.
 template <int D, int B_r>
 struct Shared {
+  static constexpr int CONSUMERS = B_r == 192 ? 3 : 2, THREADS = (1 + CONSUMERS) * WARPGROUP;
   static constexpr int STAGES = D == 64 ? 6 : 3, SHARES = 64 * CONSUMERS / B_r;
   static constexpr int PITCH = D + 8;  // of a row of parts: 8 rows' pairs are in different banks
   alignas(1024) uint16_t Q[B_r * D];
@@ -64,9 +66,9 @@ struct Shared {
 };
 
 template <typename T, int D, int B_r>
-__global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1) chunk_kernel(const __grid_constant__ Chunk c) {
+__global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const __grid_constant__ Chunk c) {
   using Memory = Shared<D, B_r>;
-  constexpr int STAGES = Memory::STAGES, SHARES = Memory::SHARES;
+  constexpr int CONSUMERS = Memory::CONSUMERS, STAGES = Memory::STAGES, SHARES = Memory::SHARES;
   const Attention& a = c.a;
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& s = *reinterpret_cast<Memory*>(raw);
@@ -106,7 +108,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1) chunk_kernel(c
   wait_for_the_launch_before();
 
   if (warpgroup == 0) {
-    registers_give<24>();
+    registers_give<CONSUMERS == 2 ? 24 : 32>();
     if (threadIdx.x == 0 && first < end) {  // the producer
       mbarrier_arrive_expect(&s.q_full, c.tokens * c.group * D * sizeof(T));
       for (int part = 0; part < D / 64; ++part)
@@ -133,7 +135,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP, 1) chunk_kernel(c
   }
 
   // ---- A consumer
-  registers_take<240>();
+  registers_take<CONSUMERS == 2 ? 240 : 160>();
   const int wg = warpgroup - 1, warp = threadIdx.x % WARPGROUP / 32;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int share = SHARES == 1 ? 0 : wg, row_w = SHARES == 1 ? wg * 64 : 0;  // of the keys; the first row
@@ -416,39 +418,45 @@ static cudaError_t launch(Chunk& c, cudaStream_t stream) {
   if ((error = make_packed_map<T>(&c.q_map, a, c.group, c.tokens))) return error;
   if ((error = allow_shared_memory<kernel, bytes>())) return error;
   const dim3 grid(c.splits * c.tiles, c.clusters * a.kv_heads, a.batch);
-  return launch_kernel<Chunk>(kernel, grid, (1 + CONSUMERS) * WARPGROUP, bytes, stream, c, c.splits);
+  return launch_kernel<Chunk>(kernel, grid, Shared<D, B_r>::THREADS, bytes, stream, c, c.splits);
 }
 
 template <typename T, int D>
-static cudaError_t launch(Chunk& c, cudaStream_t stream) {
+static cudaError_t launch(Chunk& c, int rows, cudaStream_t stream) {
   c.group = c.a.heads / c.a.kv_heads;
-  if (c.a.q_len * c.group <= 64) return launch<T, D, 64>(c, stream);
-  return launch<T, D, 128>(c, stream);
+  if (rows == 64) return launch<T, D, 64>(c, stream);
+  if (rows == 128) return launch<T, D, 128>(c, stream);
+  if constexpr (D == 64) {
+    if (rows == 192) return launch<T, D, 192>(c, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 template <typename T>
-static cudaError_t launch(Chunk& c, const View& k, const View& v, cudaStream_t stream) {
+static cudaError_t launch(Chunk& c, int rows, const View& k, const View& v, cudaStream_t stream) {
   cudaError_t error;
   if ((error = make_rows_map<T>(&c.k_map, k, B_c, c.a.head_dim))) return error;
   if ((error = make_rows_map<T>(&c.v_map, v, B_c, c.a.head_dim))) return error;
-  if (c.a.head_dim == 64) return launch<T, 64>(c, stream);
-  if (c.a.head_dim == 128) return launch<T, 128>(c, stream);
+  if (c.a.head_dim == 64) return launch<T, 64>(c, rows, stream);
+  if (c.a.head_dim == 128) return launch<T, 128>(c, rows, stream);
   return cudaErrorInvalidValue;
 }
 
 // How many clusters of so many blocks the GPU holds at once. In each of the kernels a block takes an SM.
 extern "C" int clusters_at_once(int splits) {
   constexpr auto kernel = chunk_kernel<__nv_bfloat16, 128, 128>;
-  constexpr int bytes = sizeof(Shared<128, 128>);
-  return allow_shared_memory<kernel, bytes>() ? 0 : most_clusters(kernel, (1 + CONSUMERS) * WARPGROUP, bytes, splits);
+  using Memory = Shared<128, 128>;
+  if (allow_shared_memory<kernel, sizeof(Memory)>()) return 0;
+  return most_clusters(kernel, Memory::THREADS, sizeof(Memory), splits);
 }
 
-extern "C" cudaError_t chunk(View q, View k, View v, View out, float scale, int causal, int splits, int clusters,
-                             float* partial, int* counters, int dtype, cudaStream_t stream) {
+// rows: of a tile; 64, 128, or with head_dim 64 192.
+extern "C" cudaError_t chunk(View q, View k, View v, View out, float scale, int causal, int rows, int splits,
+                             int clusters, float* partial, int* counters, int dtype, cudaStream_t stream) {
   Chunk c;
   c.a = make_attention(q, k, v, out, nullptr, scale, causal);
   c.splits = splits, c.clusters = clusters, c.partial = partial, c.counters = counters;
-  if (dtype == FLOAT16) return launch<__half>(c, k, v, stream);
-  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(c, k, v, stream);
+  if (dtype == FLOAT16) return launch<__half>(c, rows, k, v, stream);
+  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(c, rows, k, v, stream);
   return cudaErrorInvalidValue;
 }

@@ -24,17 +24,20 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128)
 ROWS, KEYS = 128, 128  # of a tile: B_r, B_c
 FEW = 64  # rows of a tile whose keys the consumers of a block share
+MANY = 192  # rows of a tile with three consumers, of head_dim 64
 # Of a tile's keys in a cluster. Clusters of 3, 5 or 6 blocks lie unevenly on the chip.
 SPLITS = (1, 2, 4, 8)
 MOST_CLUSTERS = 16  # of a tile
 AT_ONCE = 4  # parts of a cluster that are merged at once, as in chunk.cu
 # In the time that a block takes for KEYS keys: a launch with its first loads and the merging in clusters, and AT_ONCE
 # parts more of these; several clusters' merging, and each of their parts.
-OVERHEAD, MORE, MERGING, PART = 5, 1, 1, 0.8
-# The same keys: computed by a block with few rows; and delivered by the memory, where all SMs ask for others.
-COMPUTED, DELIVERED = 0.67, 1.35
+OVERHEAD, MORE, MERGING, PART = 5, 1, 1, 1.2
+# The same keys: computed by a block with so many rows; and, of a head_dim, delivered by the memory, where all SMs ask
+# for others.
+COMPUTED, DELIVERED = {FEW: 0.67, ROWS: 1, MANY: 1.33}, {64: 0.9, 128: 1.35}
 NEIGHBOURS = 0.985  # where blocks beside each other read the same keys: an L2 request of one is the other's as well
-LADDER = 0.88  # of a block of task 4's ladder for KEYS keys
+LADDER = {ROWS: 1, MANY: 1.25}  # of a block of task 4's ladder with so many rows, for KEYS keys
+LADDER_OF_MANY = 1024  # queries: of more the ladder has tiles of MANY rows, with head_dim 64
 _KERNELS = Kernels(__file__, "chunk.cu")  # of GPUs, for Hopper
 
 
@@ -90,15 +93,19 @@ def chunk_attention(
             f"there must be at most {MAX_BATCH:,} sequences and {MAX_BATCH // MOST_CLUSTERS:,} kv heads; got batch"
             f" {batch:,} and {kv_heads:,} kv heads"
         )
-    work = _work(batch, q_len, heads, kv_heads, kv_len)
-    splits, clusters = best_split(work, _at_once(q.device)) if split is None else split
+    works, at_once = _works(batch, q_len, heads, kv_heads, kv_len, head_dim), _at_once(q.device)
+    if split is None:
+        work, (splits, clusters) = _fastest(works, at_once)
+    else:
+        splits, clusters = split
+        work = min(works, key=lambda work: _cost(work, at_once, split))
     partial, counters = None, None
     if clusters > 1:
-        floats = work.tiles * clusters * ROWS * (head_dim + 2)
+        floats = work.tiles * clusters * work.rows * (head_dim + 2)
         partial, counters = workspace(q.device, floats, work.tiles * splits)
     _KERNELS.launch(
         "chunk", q=q, k=k, v=v, out=out, scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
-        causal=int(causal), splits=splits, clusters=clusters, partial=partial, counters=counters,
+        causal=int(causal), rows=work.rows, splits=splits, clusters=clusters, partial=partial, counters=counters,
         dtype=dtype_code(q.dtype),
     )  # fmt: skip
     return out
@@ -121,10 +128,10 @@ def faster_than_the_ladder(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and all(map(loadable, (q, k, v)))
     ):
         return False
-    batch, q_len, heads, _ = q.shape
+    batch, q_len, heads, head_dim = q.shape
     if not _fits(batch, k.shape[2]):
         return False
-    shape = (batch, q_len, heads, k.shape[2], k.shape[1])
+    shape = (batch, q_len, heads, k.shape[2], k.shape[1], head_dim)
     if not _is_faster(*shape, _all_fit(sms_of(q.device))):
         return False  # chunk.cu does not have to be built to say so
     return _is_faster(*shape, _at_once(q.device))
@@ -137,13 +144,15 @@ class Work(NamedTuple):
         heads: kv heads, of all sequences.
         tiles_of_a_head: a tile has some queries, of all heads of a group.
         blocks: of KEYS keys.
-        few: a tile has at most FEW rows.
+        rows: for which a tile has room: FEW, ROWS or MANY.
+        head_dim: of the keys.
     """
 
     heads: int
     tiles_of_a_head: int
     blocks: int
-    few: bool
+    rows: int = ROWS
+    head_dim: int = HEAD_DIMS[-1]
 
     @property
     def tiles(self) -> int:
@@ -151,10 +160,16 @@ class Work(NamedTuple):
         return self.heads * self.tiles_of_a_head
 
 
-def _work(batch: int, q_len: int, heads: int, kv_heads: int, kv_len: int) -> Work:
+@functools.lru_cache(maxsize=1024)
+def _works(
+    batch: int, q_len: int, heads: int, kv_heads: int, kv_len: int, head_dim: int
+) -> tuple[Work, ...]:
+    """What a call has to do, by the sizes of tiles that it may have."""
     group = heads // kv_heads
-    return Work(
-        batch * kv_heads, -(-q_len // (ROWS // group)), -(-kv_len // KEYS), q_len * group <= FEW
+    sizes = (ROWS, MANY) if head_dim == 64 else (ROWS,)
+    return tuple(
+        Work(batch * kv_heads, -(-q_len // (rows // group)), -(-kv_len // KEYS), rows, head_dim)
+        for rows in ((FEW,) if q_len * group <= FEW else sizes)
     )
 
 
@@ -182,12 +197,26 @@ def _all_fit(sms: int) -> AtOnce:
 
 @functools.lru_cache(maxsize=1024)
 def _is_faster(
-    batch: int, q_len: int, heads: int, kv_heads: int, kv_len: int, at_once: AtOnce
+    batch: int,
+    q_len: int,
+    heads: int,
+    kv_heads: int,
+    kv_len: int,
+    head_dim: int,
+    at_once: AtOnce,
 ) -> bool:
-    work = _work(batch, q_len, heads, kv_heads, kv_len)
-    waves = -(-batch * heads * -(-q_len // ROWS) // at_once[0])
-    ladder = LADDER * waves * work.blocks + OVERHEAD
-    return _cost(work, at_once, best_split(work, at_once)) < ladder
+    works = _works(batch, q_len, heads, kv_heads, kv_len, head_dim)
+    rows = MANY if head_dim == 64 and q_len > LADDER_OF_MANY else ROWS
+    waves = -(-batch * heads * -(-q_len // rows) // at_once[0])
+    ladder = LADDER[rows] * waves * works[0].blocks + OVERHEAD
+    work, split = _fastest(works, at_once)
+    return _cost(work, at_once, split) < ladder
+
+
+def _fastest(works: tuple[Work, ...], at_once: AtOnce) -> tuple[Work, tuple[int, int]]:
+    """The size of tiles, and the split, that finish first."""
+    work = min(works, key=lambda work: _cost(work, at_once, best_split(work, at_once)))
+    return work, best_split(work, at_once)
 
 
 def _cost(work: Work, at_once: AtOnce, split: tuple[int, int]) -> float:
@@ -195,10 +224,12 @@ def _cost(work: Work, at_once: AtOnce, split: tuple[int, int]) -> float:
     splits, clusters = split
     room = at_once[SPLITS.index(splits)]
     at_work = splits * min(room, work.tiles * clusters) / at_once[0]
-    computed = COMPUTED if work.few else NEIGHBOURS if splits == 1 < work.tiles_of_a_head else 1
+    computed = COMPUTED[work.rows]
+    if work.rows > FEW and splits == 1 < work.tiles_of_a_head:
+        computed *= NEIGHBOURS
     # Tiles of a head read its keys together.
-    pace = max(computed, DELIVERED * at_work / work.tiles_of_a_head)
-    merging = MORE * ((splits - 1) // AT_ONCE) / (2 if work.few else 1)
+    pace = max(computed, DELIVERED[work.head_dim] * at_work / work.tiles_of_a_head)
+    merging = MORE * ((splits - 1) // AT_ONCE) / (2 if work.rows == FEW else 1)
     if clusters > 1:
         merging += MERGING + PART * clusters / splits
     waves = -(-work.tiles * clusters // room)

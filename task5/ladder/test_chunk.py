@@ -23,7 +23,10 @@ LENGTHS = (1, 127, 128, 129, 1000) + (3000,) * (DEVICE == "cuda")
 
 @of_gpus_hopper
 @pytest.mark.parametrize("part", range(4))
-def test_it_matches_float64(part):
+def test_it_matches_float64(monkeypatch, part):
+    """Also with tiles of 192 rows where smaller ones would be faster."""
+    if part % 2:
+        monkeypatch.setitem(chunk.COMPUTED, chunk.MANY, 0.1)
     for _ in range(40 if DEVICE == "cuda" else 8):
         seed = new_seed()
         r = random.Random(seed)
@@ -61,8 +64,9 @@ def test_it_matches_float64(part):
 @of_gpus_hopper
 @pytest.mark.parametrize("name", [*LAZY, "a cliff"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_inputs_that_move_a_lazy_maximum(name, dtype):
+def test_inputs_that_move_a_lazy_maximum(monkeypatch, name, dtype):
     """Long rows keep their maximum until P is too large."""
+    monkeypatch.setitem(chunk.COMPUTED, chunk.MANY, 0.1)
     seed = new_seed()
     r = random.Random(seed)
     head_dim, group, causal = r.choice((64, 128)), r.choice((2, 3)), r.random() < 0.5
@@ -86,15 +90,25 @@ def test_inputs_that_move_a_lazy_maximum(name, dtype):
 
 
 def test_more_splits_where_tiles_are_few():
-    assert best_split(Work(132, 1, 40, False), AT_ONCE) == (1, 1)
-    assert best_split(Work(1, 1, 1, True), AT_ONCE) == (1, 1)
-    for few in (False, True):
+    assert best_split(Work(132, 1, 40), AT_ONCE) == (1, 1)
+    assert best_split(Work(1, 1, 1, chunk.FEW), AT_ONCE) == (1, 1)
+    for rows in (chunk.FEW, chunk.ROWS, chunk.MANY):
         for heads in (1, 2, 4, 8, 16, 32):
-            for tiles_of_a_head in {1, 1 if few else 2}:
-                work = Work(heads, tiles_of_a_head, 512, few)
+            for tiles_of_a_head in {1, 1 if rows == chunk.FEW else 2}:
+                work = Work(heads, tiles_of_a_head, 512, rows)
                 splits, clusters = best_split(work, AT_ONCE)
                 assert 64 <= work.tiles * splits * clusters <= 132
                 assert work.tiles * clusters <= AT_ONCE[chunk.SPLITS.index(splits)]  # one wave
+
+
+def test_tiles_of_three_consumers():
+    """Of head_dim 64, where there are so many tiles that all SMs have some."""
+
+    def rows(q_len, head_dim=64):
+        works = chunk._works(1, q_len, 32, 8, 8192, head_dim)
+        return chunk._fastest(works, AT_ONCE)[0].rows
+
+    assert (rows(16), rows(17), rows(700), rows(700, 128)) == (64, 128, 192, 128)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +122,7 @@ def test_more_splits_where_tiles_are_few():
     ],
 )
 def test_where_it_is_faster_than_the_ladder(batch, q_len, kv_len, heads, kv_heads, faster):
-    assert chunk._is_faster(batch, q_len, heads, kv_heads, kv_len, AT_ONCE) == faster
+    assert chunk._is_faster(batch, q_len, heads, kv_heads, kv_len, 128, AT_ONCE) == faster
 
 
 def test_a_grid_has_no_room_for_more():
@@ -158,9 +172,10 @@ def test_of_gpus_it_is_for_hopper(monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
-@pytest.mark.parametrize("q_len", [20, 40])  # few rows; more
+@pytest.mark.parametrize("q_len", [20, 40, 90])  # few rows; more; three consumers
 @pytest.mark.parametrize("split", [(1, 1), (4, 1), (2, 3)])
-def test_the_check_build_finds_nothing(split, q_len):
+def test_the_check_build_finds_nothing(monkeypatch, split, q_len):
+    monkeypatch.setitem(chunk.COMPUTED, chunk.MANY, 0.1)
     q, k = torch.randn(1, q_len, 4, 64, dtype=HALF), torch.randn(1, 600, 2, 64, dtype=HALF)
     for order in ("forward", "random"):
         with using(check=True, order=order, seed=1, limit=120):
