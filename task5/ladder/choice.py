@@ -10,15 +10,21 @@ from task5.ladder.plan import (
     LONG_BYTES,
     MOST_BLOCKS,
     MOST_SEQUENCES,
+    MOST_SPREAD,
     ONE_TREE,
     ROWS,
     Call,
+    are_on_most_sms,
+    is_spread,
     power_of_two,
 )
 
-UNEVEN_BYTES = 400e6  # of room for K and V, from which lengths decide: below, that costs over 1 %
+# Of room for K and V, from which lengths decide: of up to ONE_AND_A_HALF pairs for each SM, whose keys are 16-bit, of
+# a head_dim up to 128 and in no pages; and of others. Below, that costs equal lengths over 1 %.
+UNEVEN_BYTES, MANY_UNEVEN_BYTES = 250e6, 400e6
 # Pairs for each SM where lengths decide: up to which rung 8 is the fastest, 9 with three blocks on an SM, and 10.
 ALMOST_ONE, ONE_AND_A_HALF, FEW_WAVES = 1.17, 1.6, 3
+SOME_SMS = 0.3  # and up to which rung 8 loads keys ahead of the wait below MANY_UNEVEN_BYTES
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see fastest()
 # Keys of all kv heads, head_dim 128 or twice as many of 64. Where every other SM is no longer as fast as all of them,
 # with the promise, and without it; and of more than 16 rows, where loading ahead of the wait stops to pay.
@@ -28,7 +34,7 @@ CROWDED_KEYS, SHARED_KEYS = 15_000, 33_000
 # In float32: up to which keys are loaded ahead of the wait, and from which on eight warps are faster.
 FEW_KEYS_OF_FLOAT32, MANY_KEYS_OF_FLOAT32 = 12_500, 70_000
 PAIR_KEYS = 4095  # of one or two pairs: up to so many, four warps take less time than eight
-LONG_BOX = 64  # keys of a page: of fewer, rung 5's copies are too small
+FIVE = 5  # pairs: of so few, lengths decide nothing where each has several clusters
 
 
 class Choice(NamedTuple):
@@ -67,24 +73,29 @@ def fastest(
         call, heads, kv_len, batch_invariant=batch_invariant, page_size=page_size, promised=promised
     )
     bytes_ = 2 * heads * kv_len * call.head_dim * call.item_size
-    if 2 <= lengths <= MOST_SEQUENCES and bytes_ >= UNEVEN_BYTES and choice.rung in ONE_TREE:
-        return _fastest_by_length(call, heads, promised)
+    pairs = heads * (1 + call.two_tiles)
+    if pairs <= FIVE and is_spread(call, pairs, kv_len):
+        return choice  # by length a pair that is not cut would have one cluster
+    few = pairs / call.sms <= ONE_AND_A_HALF and not (call.compute_bound or page_size)
+    uneven_bytes = UNEVEN_BYTES if few else MANY_UNEVEN_BYTES
+    if 2 <= lengths <= MOST_SEQUENCES and bytes_ >= uneven_bytes and choice.rung in ONE_TREE:
+        return _fastest_by_length(call, pairs, promised, long=bytes_ >= MANY_UNEVEN_BYTES)
     return choice
 
 
-def _fastest_by_length(call: Call, heads: int, promised: bool) -> Choice:
+def _fastest_by_length(call: Call, pairs: int, promised: bool, *, long: bool) -> Choice:
     """The fastest where lengths decide: the one whose blocks give all SMs as much to do.
 
     Rung 10 has one pair on an SM after the other. Where pairs are far more than SMs, most of them may be short, and two
     at a time take less time.
     """
     deep, shallow, of_eight_warps = BY_LENGTH
-    for_each_sm = heads * (1 + call.two_tiles) / call.sms
+    for_each_sm = pairs / call.sms
     if call.head_dim == 256 or 1 < for_each_sm <= ALMOST_ONE or for_each_sm > FEW_WAVES:
         # Keys ahead would take the memory from the blocks before them.
         return Choice(deep)
     if for_each_sm <= 1:
-        return Choice(deep, promised)
+        return Choice(deep, promised and (long or for_each_sm <= SOME_SMS))
     return Choice(shallow if for_each_sm <= ONE_AND_A_HALF else of_eight_warps, promised)
 
 
@@ -135,10 +146,10 @@ def _fastest_of_few_pairs(
     """
     pair_keys = kv_len * call.head_dim // 128
     keys, blocks = heads * pair_keys, power_of_two(call.sms // heads)
+    if is_spread(call, heads, kv_len):
+        fills = heads <= 2 or 20 * heads * min(MOST_SPREAD, blocks) >= 19 * call.sms
+        return Choice(EIGHT_WARPS, promised) if fills and not batch_invariant else Choice(4)
     if blocks > MOST_BLOCKS:  # SMs are left over
-        long = kv_len > 2 * LONG_CACHE and (page_size or LONG_BOX) >= LONG_BOX
-        if 64 * heads <= call.sms and long and not batch_invariant:
-            return Choice(KEYS_AS_ROWS)
         most = PAIR_KEYS if heads <= 2 else LONG_CACHE // 2
         if batch_invariant:  # then there are no more leaves than warps of four in each block
             most = 6 * SHORT_CACHE
@@ -160,7 +171,7 @@ def _fastest_of_few_pairs(
         if page_size:
             return Choice(4)
         return Choice(EIGHT_WARPS, promised and batch_invariant, not batch_invariant)
-    if not _are_on_most_sms(call, heads, blocks):
+    if not are_on_most_sms(call, heads, blocks):
         most = (5 if batch_invariant and blocks == 1 else 2.5) * FEW_KEYS
         if promised and keys < most and not page_size:
             return Choice(EIGHT_WARPS, ahead=True)
@@ -170,10 +181,6 @@ def _fastest_of_few_pairs(
     if not promised or (page_size and every_other_sm and keys <= MOST_KEYS):
         return Choice(4, every_other_sm=every_other_sm)
     return Choice(EIGHT_WARPS, ahead=True)
-
-
-def _are_on_most_sms(call: Call, heads: int, blocks: int) -> bool:
-    return 9 * heads * blocks >= (8 if blocks <= 2 else 7) * call.sms
 
 
 def _is_crowded(call: Call, heads: int, blocks: int) -> bool:
@@ -193,11 +200,12 @@ def _in_step(
     """Whether rung 7 is faster than 4 and 6: where an SM reads more than 3 MB in order, and computes little with it."""
     if call.head_dim > 128 or call.rows * call.item_size > ROWS or heads > call.sms:
         return False
-    if not _are_on_most_sms(call, heads, power_of_two(call.sms // heads)):
+    blocks = power_of_two(call.sms // heads)
+    if blocks > MOST_BLOCKS or not are_on_most_sms(call, heads, blocks):
         return False
     if page_size or (batch_invariant and call.item_size == 4):
         return False
-    long_bytes = LONG_BYTES if call.head_dim == 128 else LONG_BYTES / 2
+    long_bytes = LONG_BYTES if call.head_dim == 128 or blocks > 2 else LONG_BYTES / 2
     return 2 * heads * kv_len * call.head_dim * call.item_size >= long_bytes
 
 
@@ -219,6 +227,8 @@ def _fastest_of_float32(
     if call.head_dim == 128 and _in_step(call, heads, kv_len, batch_invariant, page_size):
         return Choice(IN_STEP)
     pairs = heads * -(-call.rows // ROWS)
+    if pairs <= call.sms and is_spread(call, pairs, kv_len):
+        return Choice(4)
     if pairs > call.sms:
         return Choice(4 if pairs <= 2 * call.sms or _idle(call, pairs, 2) <= 0.2 else 3)
     pair_keys = kv_len * call.head_dim // 128
@@ -240,9 +250,10 @@ def _fastest_of_many_rows(call: Call, heads: int, kv_len: int, batch_invariant: 
     Then the keys are asked for twice, at neighbouring blocks.
     """
     sms, pairs = call.sms, 2 * heads
-    few_and_long = 32 * pairs <= sms and kv_len > 2 * LONG_CACHE
-    if not call.two_tiles or (not batch_invariant and (pairs > sms or few_and_long)):
+    if not call.two_tiles or (not batch_invariant and pairs > sms):
         return KEYS_AS_ROWS
+    if is_spread(call, pairs, kv_len):
+        return 4
     return EIGHT_WARPS if pairs * kv_len >= 32 * SHORT_CACHE else 4
 
 

@@ -28,14 +28,20 @@ BY_LENGTH = (8, 9, 10)  # lengths decide how many clusters a pair has; blocks as
 OF_EIGHT_WARPS = (EIGHT_WARPS, IN_STEP, 10)  # for head_dim up to 128
 ONE_TREE = (3, 4, EIGHT_WARPS, IN_STEP, *BY_LENGTH)  # batch-invariant, they have the same bits
 MOST_BLOCKS = 16  # of a cluster; of a pair, where its blocks are no cluster
+# Where a pair's blocks are several clusters in rungs 4 and 6: see is_spread().
+SPREAD = (4, EIGHT_WARPS)
+MOST_SPREAD = 32  # blocks of a pair that are clusters of two, at most
+# Keys, 16-bit and of head_dim 128 or as many bytes: of each pair, of one or two; and of all pairs, by the blocks that
+# each may have.
+SPREAD_PAIR_KEYS, SPREAD_KEYS = 8192, {32: 50_000, 16: 100_000, 8: 150_000, 4: 300_000}
+SPREAD_KEYS_OF_TWO_TILES = {32: 100_000, 16: 100_000, 8: 200_000, 4: 200_000}  # each tile counted
+SPREAD_KEYS_OF_FLOAT32 = {32: 30_000, 16: 30_000, 8: 30_000, 4: 60_000}
 WARPS = 4  # of a block; rungs 6, 7 and 10 have twice as many
 MOST_CLUSTERS = 8  # of a pair, in rung 5
 MANY_KEYS = 512  # of a block of rung 5, so that more clusters pay
 # Bytes of K and V from which blocks without clusters are faster in rungs 3, 4 and 6 to 10: memory-bound, compute-bound.
 LONG_BYTES, LONG_BYTES_COMPUTE_BOUND = 400e6, 100e6
-# As in bits_of_leaves() of cluster.cuh.
-TILES_OF_A_LEAF = 64  # with fewer, a half or a quarter of the leaves are used
-MOST_LEAVES = 128
+MOST_LEAVES = 128  # as in cluster.cuh
 MOST_SEQUENCES = 128  # whose lengths a warp of rungs 8 to 10 holds
 ROWS = 16  # of q in a pair of rungs 3, 4 and 6 to 10, at most; in 16 bits
 
@@ -64,6 +70,11 @@ class Call(NamedTuple):
     def compute_bound(self) -> bool:
         """Whether half of the SMs need longer to compute than the memory to deliver the keys."""
         return self.item_size == 4 or self.head_dim == 256
+
+    @property
+    def much_to_compute(self) -> bool:
+        """Whether all SMs are faster than half of them: in float32, or where two tiles of rows see each key."""
+        return self.item_size == 4 or self.two_tiles
 
     def query(self, rung: int, name: str, **arguments: int) -> int:
         """What a rung's source says of this call: its function ``name``, with the dtype, head_dim and rows."""
@@ -112,14 +123,14 @@ def plan(
         return _in_clusters(call, rung, pairs, of_a_cluster, clusters, chunks)
     if rung in CLUSTERS:
         pairs, leaves = batch * _pairs(call, rung, kv_heads), 0
-        warps, most = 2 * WARPS if rung in OF_EIGHT_WARPS else WARPS, MOST_BLOCKS
+        warps, most = 2 * WARPS if rung in OF_EIGHT_WARPS else WARPS, call.sms
         if batch_invariant:
             leaves = _leaves(call, rung, kv_heads)
-            keys = call.query(rung, "keys_of_a_tile") // warps  # of a warp's tile
-            used = min(leaves, MOST_LEAVES)
-            if kv_len < TILES_OF_A_LEAF * used * keys:
-                used = min(leaves // 2, max(leaves // 4, 32), MOST_LEAVES)
-            most = max(1, min(most, used // warps))
+            tiles = -(-kv_len * warps // call.query(rung, "keys_of_a_tile"))  # of a warp
+            most = max(1, _used(leaves, tiles) // warps)
+        if rung in SPREAD and is_spread(call, pairs, kv_len):
+            return _in_clusters(call, rung, pairs, *_spread(call, pairs, most), leaves)
+        most = min(most, MOST_BLOCKS)
         sms = call.sms // 2 if every_other_sm else None
         of_a_cluster, clusters = _of_a_cluster(call, rung, kv_heads, batch, kv_len, most, sms), 1
         long_bytes = LONG_BYTES_COMPUTE_BOUND if call.compute_bound else LONG_BYTES
@@ -140,6 +151,46 @@ def plan(
     return Plan(
         rung, blocks, chunks, slots, slots * tall * (call.head_dim + 2), counters=batch * pairs
     )
+
+
+def is_spread(call: Call, pairs: int, kv_len: int) -> bool:
+    """Whether a pair's blocks are several clusters in rungs 4 and 6, as one of 16 would have too little of the memory.
+
+    A cluster lies in one part of the chip, a GPC, which gets some 0.8 TB/s. Of other numbers of pairs than these, one
+    cluster is as fast.
+    """
+    pair_keys = kv_len * call.head_dim * call.item_size // 256
+    if pairs <= 2:
+        return pair_keys >= SPREAD_PAIR_KEYS
+    blocks = min(MOST_SPREAD, power_of_two(call.sms // pairs))
+    fits = blocks == MOST_SPREAD
+    if call.head_dim < 256:
+        fits = fits or are_on_most_sms(call, pairs, blocks)
+        if not call.much_to_compute:
+            fits = fits or blocks == 8 or pairs == 5
+    least = SPREAD_KEYS_OF_TWO_TILES if call.two_tiles else SPREAD_KEYS
+    if call.item_size == 4:
+        least = SPREAD_KEYS_OF_FLOAT32
+    blocks = MOST_SPREAD if pairs == 5 else blocks
+    return fits and blocks in least and pairs * pair_keys >= least[blocks]
+
+
+def _spread(call: Call, pairs: int, most: int) -> tuple[int, int]:
+    """Blocks of a cluster, and clusters of a pair: small ones on all SMs, or those of eight on half of them."""
+    blocks, small = power_of_two(call.sms // pairs), 2
+    large = blocks > MOST_SPREAD
+    if large and not call.much_to_compute:
+        blocks = power_of_two(call.sms // 2 // pairs)
+    if call.two_tiles and blocks <= 8:
+        small = 1
+    blocks = power_of_two(min(blocks, most))
+    of_a_cluster = min(blocks, 8 if large or 2 * blocks * pairs <= call.sms else small)
+    return of_a_cluster, blocks // of_a_cluster
+
+
+def are_on_most_sms(call: Call, pairs: int, blocks: int) -> bool:
+    """Whether so many blocks of each pair are one on almost each SM."""
+    return 9 * pairs * blocks >= (8 if blocks <= 2 else 7) * call.sms
 
 
 def _in_clusters(
@@ -176,14 +227,24 @@ def _pairs(call: Call, rung: int, kv_heads: int) -> int:
 def _leaves(call: Call, rung: int, kv_heads: int) -> int:
     """How many warps could share a pair of a sequence: a power of two.
 
-    From 128 on a quarter of them have a leaf each, on half of the SMs. Where a warp has much to compute, that is half
-    of 128.
+    From 128 on a quarter of them have a leaf each, on half of the SMs: of 3, 5, 6 or 7 pairs on too few, so these have
+    twice as many. Where a warp has much to compute, that is half of 128.
     """
-    blocks = power_of_two(call.sms // _pairs(call, rung, kv_heads))
+    pairs = _pairs(call, rung, kv_heads)
+    blocks = power_of_two(call.sms // pairs)
+    if blocks >= MOST_BLOCKS and 8 * pairs * blocks < 7 * call.sms:
+        blocks *= 2
     leaves = (WARPS if call.head_dim == 256 else 2 * WARPS) * blocks
     if leaves >= MOST_LEAVES and (call.item_size == 4 or call.rows > ROWS):
-        return 2 * MOST_LEAVES
+        return 2 * leaves
     return leaves
+
+
+def _used(leaves: int, tiles: int) -> int:
+    """Leaves of a sequence with so many tiles of a warp, or more: as bits_of_leaves() of cluster.cuh."""
+    most, tile_bits = leaves.bit_length() - 1, max(1, tiles).bit_length() - 1
+    few = min(min(most - 1, max(most - 2, 5)), max(min(tile_bits - 1, 5), tile_bits - 2))
+    return 1 << max(0, min(max(few, min(most, tile_bits - 6)), MOST_LEAVES.bit_length() - 1))
 
 
 def power_of_two(n: int) -> int:

@@ -31,7 +31,10 @@ def small_hopper(monkeypatch):
     monkeypatch.setattr(call, "sms_of", lambda device: 8)
     few = dict(FEW_KEYS=60, MEDIUM_KEYS=150, MOST_KEYS=600, SHORT_CACHE=32, LONG_CACHE=128)
     few |= dict(FEW_KEYS_OF_FLOAT32=60, MANY_KEYS_OF_FLOAT32=300)
-    few |= dict(LONG_BYTES=4e5, LONG_BYTES_COMPUTE_BOUND=1e5, UNEVEN_BYTES=3e5)
+    few |= dict(LONG_BYTES=4e5, LONG_BYTES_COMPUTE_BOUND=1e5, UNEVEN_BYTES=2e5)
+    few |= dict(MANY_UNEVEN_BYTES=3e5, SPREAD_PAIR_KEYS=120)
+    for name in ("SPREAD_KEYS", "SPREAD_KEYS_OF_TWO_TILES", "SPREAD_KEYS_OF_FLOAT32"):
+        few[name] = dict.fromkeys((1, 2, 4, 8, 16, 32), 200)
     for module in (choice, plan):
         for name in few.keys() & vars(module).keys():
             monkeypatch.setattr(module, name, few[name])

@@ -38,7 +38,14 @@ HALF, AHEAD = {"every_other_sm": True}, {"ahead": True}
         (8, 4096, {}, 4, AHEAD),
         (8, 8192, {}, 4, HALF),
         (8, 16384, {"head_dim": 64}, 4, HALF),
-        (8, 65536, {}, EIGHT_WARPS, {}),
+        (8, 65536, {}, EIGHT_WARPS, AHEAD),  # several clusters of each pair
+        (8, 65536, {"head_dim": 64}, EIGHT_WARPS, AHEAD),
+        (3, 20000, {}, 4, {}),
+        (4, 16384, {}, EIGHT_WARPS, AHEAD),
+        (12, 16384, {}, 4, {}),
+        (14, 16384, {}, 4, {}),
+        (32, 16384, {}, EIGHT_WARPS, AHEAD),
+        (2, 65536, {"head_dim": 256}, 4, AHEAD),
         (4, 8192, {}, EIGHT_WARPS, AHEAD),  # of the SMs half would have none
         (4, 2048, {}, 4, AHEAD),
         (7, 8192, {}, EIGHT_WARPS, HALF),
@@ -58,7 +65,7 @@ HALF, AHEAD = {"every_other_sm": True}, {"ahead": True}
         (48, 4096, {}, 4, {}),
         (96, 1024, {}, 4, {}),
         (1, 8192, {}, EIGHT_WARPS, AHEAD),
-        (1, 65536, {}, KEYS_AS_ROWS, {}),
+        (1, 65536, {}, EIGHT_WARPS, AHEAD),
         (64, 256, {}, 4, AHEAD),
         (64, 1024, {}, EIGHT_WARPS, AHEAD),
         (64, 4096, {}, EIGHT_WARPS, AHEAD),
@@ -76,8 +83,9 @@ HALF, AHEAD = {"every_other_sm": True}, {"ahead": True}
         (768, 2048, {"head_dim": 64}, 4, AHEAD),
         (8, 4096, {"rows": 32}, EIGHT_WARPS, {}),  # as two pairs each
         (4, 4096, {"rows": 32}, EIGHT_WARPS, AHEAD),
+        (4, 32768, {"rows": 32}, 4, {}),
         (8, 1024, {"rows": 32}, 4, AHEAD),
-        (1, 32768, {"rows": 32}, KEYS_AS_ROWS, {}),  # clusters for two pairs leave SMs idle
+        (1, 32768, {"rows": 32}, 4, {}),
         (67, 4096, {"rows": 32}, KEYS_AS_ROWS, {}),  # one read for all rows
         (8, 4096, {"rows": 33}, KEYS_AS_ROWS, {}),
         (384, 1024, {"head_dim": 64}, 3, AHEAD),
@@ -118,7 +126,7 @@ def test_the_rungs_of_pages(h200):
         call = h200(dtype=2, **shape)
         return fastest(call, heads, kv_len, page_size=page_size, promised=True)
 
-    assert [how(1, 65536, n).rung for n in (256, 64, 48)] == [KEYS_AS_ROWS] * 2 + [EIGHT_WARPS]
+    assert how(1, 65536, 48) == Choice(EIGHT_WARPS, ahead=True)
     assert how(8, 4096, 64) == Choice(4, every_other_sm=True)
     assert how(16, 2048, 64) == Choice(4, ahead=True)
     assert how(32, 1024, 64) == Choice(EIGHT_WARPS, ahead=True)
@@ -138,11 +146,12 @@ def test_the_rungs_of_many_pairs_batch_invariant(h200):
     assert rungs(512) == [4, 4, *[IN_STEP] * 3] and rungs(384) == [EIGHT_WARPS] * 5
     assert rungs(192) == rungs(384, head_dim=64) == [3] * 5
     assert rungs(512, head_dim=64) == rungs(512, 64) == rungs(512, 64, head_dim=64) == [4] * 5
-    assert rungs(8, rows=32) == [4, *[EIGHT_WARPS] * 4]
+    assert rungs(8, rows=32) == [4, *[EIGHT_WARPS] * 3, 4]
+    assert rungs(1) == rungs(2) == [4] * 5
 
 
 def test_lengths_that_may_differ_decide(h200):
-    """From 400 MB of room on."""
+    """From 250 MB of room on; from 400 where they cost equal lengths more."""
 
     def rung(heads, kv_len, lengths, **shape):
         return fastest(h200(**{"dtype": 2} | shape), heads, kv_len, lengths=lengths).rung
@@ -154,8 +163,13 @@ def test_lengths_that_may_differ_decide(h200):
     assert rung(160, 8192, 20) == rung(208, 8192, 26) == rung(192, 4096, 24, dtype=0) == shallow
     assert rung(104, 16384, 13) == deep
     assert rung(256, 4096, 32) == rung(256, 4096, 128) == rung(224, 8192, 28) == of_eight_warps
-    assert not {rung(256, 4096, 1), rung(1032, 4096, 129), rung(64, 8192, 8)} & set(BY_LENGTH)
+    assert rung(64, 8192, 8) == rung(140, 4096, 20) == deep and rung(160, 4096, 20) == shallow
+    few = rung(64, 7000, 8), rung(256, 2048, 32), rung(64, 4096, 8, dtype=0), rung(4, 99_999, 4)
+    assert not {rung(256, 4096, 1), rung(1032, 4096, 129), *few} & set(BY_LENGTH)
     assert rung(256, 4096, 32, rows=33) == KEYS_AS_ROWS
-    promised = fastest(h200(dtype=2), 64, 16384, promised=True, lengths=8)
-    assert promised == Choice(deep, ahead=True)
+    for kv_len, ahead in ((8192, False), (16384, True)):
+        promised = fastest(h200(dtype=2), 64, kv_len, promised=True, lengths=8)
+        assert promised == Choice(deep, ahead)
+    paged = fastest(h200(dtype=2), 64, 8192, page_size=64, lengths=8)
+    assert paged.rung not in BY_LENGTH
     assert fastest(h200(dtype=2), 144, 8192, promised=True, lengths=18) == Choice(deep)

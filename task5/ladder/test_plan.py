@@ -45,9 +45,10 @@ def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
     ("batch", "kv_heads", "kv_len", "rung", "blocks"),
     [
         (1, 8, 1024, 4, 8 * 8),  # two tiles each
-        (1, 8, 4096, EIGHT_WARPS, 8 * 8),
-        (1, 8, 8192, EIGHT_WARPS, 8 * 8),
-        (4, 8, 2048, EIGHT_WARPS, 32 * 2),  # 30 clusters of four fit
+        (1, 6, 4096, EIGHT_WARPS, 6 * 16),
+        (1, 6, 8192, EIGHT_WARPS, 6 * 16),
+        (2, 8, 512, 4, 16 * 4),
+        (2, 12, 2048, 4, 24 * 4),
         (8, 8, 2048, 4, 64 * 2),
         (9, 8, 1024, EIGHT_WARPS, 72),
         (16, 8, 2048, 4, 128),
@@ -68,6 +69,38 @@ def test_the_rung_of_float32(h200, batch, kv_heads, kv_len, rung, blocks):
     assert work.blocks == blocks
     assert work.slots == (blocks if kv_len == 131072 else 0)  # the blocks of a pair are no cluster
     assert fastest(h200(head_dim=256), batch * kv_heads, kv_len) == Choice(4)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "kv_len", "shape", "of_a_cluster", "clusters"),
+    [
+        (1, 8192, {}, 8, 8),  # on half of the SMs
+        (2, 99_999, {}, 8, 4),
+        (3, 99_999, {}, 2, 16),
+        (5, 99_999, {}, 2, 8),
+        (8, 16384, {}, 2, 8),
+        (8, 8192, {}, 8, 1),  # of too few keys
+        (6, 99_999, {}, 16, 1),  # as fast
+        (12, 16384, {}, 2, 4),
+        (32, 16384, {}, 2, 2),
+        (1, 8192, {"dtype": 0}, 8, 16),
+        (8, 8192, {"dtype": 0}, 2, 8),
+        (1, 16384, {"head_dim": 256}, 8, 8),
+        (4, 32768, {"rows": 32}, 2, 8),
+        (8, 32768, {"rows": 32}, 1, 8),
+    ],
+)
+def test_a_pair_has_several_clusters(h200, kv_heads, kv_len, shape, of_a_cluster, clusters):
+    call = h200(**{"dtype": 2} | shape)
+    pairs = kv_heads * (1 + call.two_tiles)
+    for invariant in (False, True):
+        rung = EIGHT_WARPS if call.head_dim < 256 and not invariant else 4
+        work = plan(call, 1, kv_heads, kv_len, invariant, rung)
+        if not invariant:
+            assert work.blocks == pairs * of_a_cluster * clusters
+            assert work.slots == (pairs * clusters if clusters > 1 else 0)
+        assert work.blocks <= pairs * of_a_cluster * clusters
+        assert work.chunks >= invariant and work.counters <= work.blocks
 
 
 def test_two_blocks_share_an_sm_where_lengths_decide(h200):
