@@ -58,7 +58,7 @@ def test_more_sequences_than_a_warp_has_lanes(rung):
 @of_gpus_hopper
 @pytest.mark.parametrize("rung", [rung for rung in ONE_TREE if rung not in BY_LENGTH])
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_blocks_that_are_no_cluster_share_a_pair(monkeypatch, rung, batch_invariant):
+def test_several_clusters_share_a_pair_or_blocks_that_are_none(monkeypatch, rung, batch_invariant):
     """As of long caches of few heads; the same bits as from a cluster, where a call is batch-invariant."""
     torch.manual_seed(seed := new_seed())
     kinds = [(torch.float16, 64), (torch.float16, 128), (torch.float32, 128)] + [
@@ -87,20 +87,28 @@ def test_blocks_that_are_no_cluster_share_a_pair(monkeypatch, rung, batch_invari
     if paged:
         given["block_table"] = table
     caches = pools if paged else (k, v)
+    monkeypatch.setattr(plan, "is_spread", lambda *_: False)
     one = decode_attention(q, *caches, **given)
     assert slots.pop() == 0
-    monkeypatch.setattr(plan, "LONG_BYTES", 0)
-    monkeypatch.setattr(plan, "LONG_BYTES_COMPUTE_BOUND", 0)
-    monkeypatch.setattr(plan, "_of_a_cluster", lambda *_: 1)
-    plan.plan.cache_clear()
-    several = [decode_attention(q, *caches, **given) for _ in range(2)]  # the counters are 0 again
-    plan.plan.cache_clear()
-    assert min(slots) > 2
-    assert torch.equal(*several)
-    if batch_invariant:
-        assert torch.equal(several[0], one)
+    ways = []
+    if rung in plan.SPREAD:
+        ways.append(dict(is_spread=lambda *_: True))
+    ways.append(dict(is_spread=lambda *_: False, LONG_BYTES=0, LONG_BYTES_COMPUTE_BOUND=0))
+    ways[-1]["_of_a_cluster"] = lambda *_: 1
+    several = []
+    for way in ways:
+        for name, value in way.items():
+            monkeypatch.setattr(plan, name, value)
+        plan.plan.cache_clear()
+        several += [decode_attention(q, *caches, **given) for _ in range(2)]  # counters are 0 again
+        plan.plan.cache_clear()
+        assert min(slots) > 2
+        assert torch.equal(*several[-2:])
+        if batch_invariant:
+            assert torch.equal(several[-1], one)
     truth = decode_attention(q.float(), k.float(), v.float(), seqlens_k=given["seqlens_k"], rung=1)
-    assert (several[0] - truth).abs().max() < (1e-5 if dtype == torch.float32 else 2e-3)
+    for got in several:
+        assert (got - truth).abs().max() < (1e-5 if dtype == torch.float32 else 2e-3)
 
 
 def test_lengths_past_the_cache_count_as_all_of_it_and_negative_ones_as_0():
