@@ -34,7 +34,8 @@ CROWDED_KEYS, SHARED_KEYS = 15_000, 33_000
 # In float32: up to which keys are loaded ahead of the wait, and from which on eight warps are faster.
 FEW_KEYS_OF_FLOAT32, MANY_KEYS_OF_FLOAT32 = 12_500, 70_000
 PAIR_KEYS = 4095  # of one or two pairs: up to so many, four warps take less time than eight
-FIVE = 5  # pairs: of so few, lengths decide nothing where each has several clusters
+# Pairs that have several clusters each: of so few, lengths decide nothing; and below MANY_UNEVEN_BYTES.
+FEW_PAIRS, SOME_PAIRS = 5, 8
 
 
 class Choice(NamedTuple):
@@ -74,12 +75,13 @@ def fastest(
     )
     bytes_ = 2 * heads * kv_len * call.head_dim * call.item_size
     pairs = heads * (1 + call.two_tiles)
-    if pairs <= FIVE and is_spread(call, pairs, kv_len):
+    long = bytes_ >= MANY_UNEVEN_BYTES
+    if pairs <= (FEW_PAIRS if long else SOME_PAIRS) and is_spread(call, pairs, kv_len):
         return choice  # by length a pair that is not cut would have one cluster
     few = pairs / call.sms <= ONE_AND_A_HALF and not (call.compute_bound or page_size)
     uneven_bytes = UNEVEN_BYTES if few else MANY_UNEVEN_BYTES
     if 2 <= lengths <= MOST_SEQUENCES and bytes_ >= uneven_bytes and choice.rung in ONE_TREE:
-        return _fastest_by_length(call, pairs, promised, long=bytes_ >= MANY_UNEVEN_BYTES)
+        return _fastest_by_length(call, pairs, promised, long=long)
     return choice
 
 

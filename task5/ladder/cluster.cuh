@@ -2,10 +2,10 @@
 // Hopper and later.
 //
 // The keys of a pair are cut into the leaves of a tree. Each warp has one, or several that are neighbours, and merges
-// its own as it goes; then a block merges its warps', and the cluster its blocks'. Long caches of few pairs have single
-// blocks instead of a cluster, since clusters do not fill all SMs: the last of a pair's blocks merges their parts, from
-// global memory. In a batch-invariant call the number of leaves follows from the sequence's length, so the tree is the
-// same however many warps share it.
+// its own as it goes; then a block merges its warps', and the cluster its blocks'. Long caches of few pairs have
+// several clusters, since one lies in one GPC, or single blocks, since clusters do not fill all SMs: the last to come
+// of a pair's merges their parts, from global memory. In a batch-invariant call the number of leaves follows from the
+// sequence's length, so the tree is the same however many warps share it.
 //
 // Of n leaves each has every n-th tile, so that at any time a pair's warps read keys that are neighbours: memory is
 // faster in order. With several leaves a warp, they are that for any number of warps if leaf i begins with the tile
@@ -19,7 +19,7 @@
 #include "several_clusters.cuh"
 
 constexpr int MOST_BLOCKS = 16;    // of a cluster
-constexpr int MOST_LEAF_BITS = 7;  // of a tree
+constexpr int MOST_LEAF_BITS = 9;  // of a tree
 
 // Which cluster has which pair, where all pairs have as many: the grid says it.
 struct ByGrid {

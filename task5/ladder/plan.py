@@ -41,7 +41,7 @@ MOST_CLUSTERS = 8  # of a pair, in rung 5
 MANY_KEYS = 512  # of a block of rung 5, so that more clusters pay
 # Bytes of K and V from which blocks without clusters are faster in rungs 3, 4 and 6 to 10: memory-bound, compute-bound.
 LONG_BYTES, LONG_BYTES_COMPUTE_BOUND = 400e6, 100e6
-MOST_LEAVES = 128  # as in cluster.cuh
+MOST_LEAVES = 512  # as in cluster.cuh
 MOST_SEQUENCES = 128  # whose lengths a warp of rungs 8 to 10 holds
 ROWS = 16  # of q in a pair of rungs 3, 4 and 6 to 10, at most; in 16 bits
 
@@ -235,7 +235,7 @@ def _leaves(call: Call, rung: int, kv_heads: int) -> int:
     if blocks >= MOST_BLOCKS and 8 * pairs * blocks < 7 * call.sms:
         blocks *= 2
     leaves = (WARPS if call.head_dim == 256 else 2 * WARPS) * blocks
-    if leaves >= MOST_LEAVES and (call.item_size == 4 or call.rows > ROWS):
+    if leaves >= 2 * WARPS * MOST_BLOCKS and (call.item_size == 4 or call.rows > ROWS):
         return 2 * leaves
     return leaves
 
