@@ -8,9 +8,13 @@
 // share. A pair with more than one and a half shares is cut for clusters with more than three quarters of one each.
 // These and the whole pairs are a grid's items, long ones first. It has a cluster for each pair. Where pairs are cut,
 // there are more items, and a cluster that is done takes a further one.
+// FEW_PAIRS: C may be more than there are pairs. Then a grid has C clusters, and some may have no item; and a pair is
+// cut from one and three quarters of a share on, so that of pairs as long as each other no part waits for another one.
+template <bool FEW_PAIRS>
 struct ByLength {
   static constexpr bool BY_LENGTH = true;
   static constexpr int HELD = 4, MOST_BITS = 4;  // sequences of a lane; 1 << MOST_BITS clusters of a pair, at most
+  static constexpr int MOST_QUARTERS = FEW_PAIRS ? 7 : 6;  // of a share, that a pair has which is not cut
   static constexpr int LEAST_BITS = 2;           // a cluster has so many tiles for each warp at least: 1 << LEAST_BITS
   int2 known[HELD], now[HELD];  // the lane's lengths, before and after the launch ahead of this one is complete
   int2 own;                     // those of this cluster's sequence
@@ -19,11 +23,14 @@ struct ByLength {
   // Where no pair is cut, which takes few instructions to see, as the grid says.
   DEVICE void find(const Decode& a) {
     sequence_ = blockIdx.z, pair_ = blockIdx.y, part = bits_ = items = 0;
+    if (FEW_PAIRS) sequence_ = min(sequence_, a.batch - 1);
     own = lengths(a, sequence_);
     load(a, known);
     const Shares shares(a, known);
+    none_ = FEW_PAIRS && item >= a.batch * a.pairs();
     if (shares.cut()) find_among(a, shares);
   }
+  DEVICE bool none() const { return FEW_PAIRS && none_; }  // no item is this cluster's
   DEVICE void read_again(const Decode& a) { load(a, now); }
   DEVICE bool holds(const Decode& a) const {
     bool same = true;
@@ -54,6 +61,7 @@ struct ByLength {
  private:
   int item, items;  // this cluster's; of all, if a pair is cut
   int sequence_, pair_, part, bits_;
+  bool none_ = false;
 
   static DEVICE int clusters() { return gridDim.y * gridDim.z; }
   static DEVICE int sequence_of_lane(int i) { return threadIdx.x % 32 + 32 * i; }
@@ -87,19 +95,19 @@ struct ByLength {
       }
       sum = __reduce_add_sync(~0u, sum), longest = __reduce_max_sync(~0u, longest);
     }
-    // Whether so many are more than `halves` halves of a share.
-    DEVICE bool above(unsigned keys, int halves) const {
-      return 2 * uint64_t(keys) * unsigned(a.clusters_at_once) > uint64_t(sum) * unsigned(a.pairs()) * halves;
+    // Whether so many are more than `quarters` quarters of a share.
+    DEVICE bool above(unsigned keys, int quarters) const {
+      return 4 * uint64_t(keys) * unsigned(a.clusters_at_once) > uint64_t(sum) * unsigned(a.pairs()) * quarters;
     }
     DEVICE bool halves_suffice(unsigned keys) const {
       return keys >> (1 + LEAST_BITS + a.block_bits + WARP_BITS + a.tile_bits) > 0;
     }
-    DEVICE bool cut() const { return above(longest, 3) && halves_suffice(longest); }
+    DEVICE bool cut() const { return above(longest, MOST_QUARTERS) && halves_suffice(longest); }
     // 1 << bits clusters for a pair.
     DEVICE int bits(unsigned keys) const {
       int bits = 0;
 #pragma unroll
-      for (int n = 0; n < MOST_BITS; ++n) bits += above(keys, 3 << n) && halves_suffice(keys >> n);
+      for (int n = 0; n < MOST_BITS; ++n) bits += above(keys, MOST_QUARTERS << n) && halves_suffice(keys >> n);
       return bits;
     }
   };
@@ -113,7 +121,7 @@ struct ByLength {
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
       bits_of[i] = shares.bits(shares.keys[i]);
-      int group = shares.above(shares.keys[i], 2) ? LONG : SHORT;
+      int group = shares.above(shares.keys[i], 4) ? LONG : SHORT;
       if (bits_of[i] > 0) group = 0;
       items_of[i] = sequence_of_lane(i) < a.batch ? 1 << (bits_of[i] + group) : 0, here += items_of[i];
     }
@@ -125,7 +133,8 @@ struct ByLength {
     const int last = __shfl_sync(~0u, up_to, 31);
     const int cut = last & ((1 << LONG) - 1), long_ = last >> LONG & ((1 << (SHORT - LONG)) - 1);
     items = (cut + long_ + (last >> SHORT)) * pairs;
-    int n = item / pairs, before = 0, group = 0;  // n: of its group
+    none_ = FEW_PAIRS && item >= items;
+    int n = (none_ ? 0 : item) / pairs, before = 0, group = 0;  // n: of its group
     if (n >= cut + long_)
       before = cut + long_, group = SHORT;
     else if (n >= cut)
@@ -148,7 +157,7 @@ struct ByLength {
       if (index == i) own = make_int2(x, y), bits_ = bits;
     }
     sequence_ = its_lane + 32 * index;
-    const int of_sequence = item - (before + first) * pairs;
+    const int of_sequence = none_ ? 0 : item - (before + first) * pairs;
     pair_ = of_sequence >> bits_, part = of_sequence & ((1 << bits_) - 1);
   }
 };

@@ -13,8 +13,8 @@ from common.inputs import check_attention, check_device, check_lengths, describe
 from task5.ladder.choice import Choice, fastest
 from task5.ladder.plan import (
     BY_LENGTH,
+    IN_16_BITS,
     KERNELS,
-    KEYS_AS_ROWS,
     MOST_SEQUENCES,
     OF_EIGHT_WARPS,
     ROWS,
@@ -74,8 +74,8 @@ def decode_attention(
             Older keys are then loaded before that launch is complete, where that is faster; lengths and page numbers
             need no promise. None: it may write any key.
         batch_invariant: a sequence's result has the same bits alone, in any batch and order, contiguous or paged.
-        rung: 1, or of GPUs on Hopper 2 to 8, 5 for 16 bits alone, 6 and 7 for head_dim up to 128, 8 for up to 128
-            sequences; the fastest for these shapes if None.
+        rung: 1, or of GPUs on Hopper 2 to 12: 5, 11 and 12 for 16 bits alone, 6, 7 and 10 to 12 for head_dim up to 128,
+            8, 9, 10 and 12 for up to 128 sequences; the fastest for these shapes if None.
 
     Returns:
         ``(batch, q_len, heads, head_dim)``, contiguous, q's dtype. A query that sees no key gives 0.
@@ -229,7 +229,7 @@ def _check_rung(q: Tensor, rung: int | None) -> None:
         raise ValueError(
             f"of GPUs, rung {rung} runs on Hopper alone; the tensors are on {q.device}"
         )
-    if rung == KEYS_AS_ROWS and q.dtype == torch.float32:
+    if rung in IN_16_BITS and q.dtype == torch.float32:
         raise ValueError(f"rung {rung} computes in 16 bits; got {describe(q)}")
     if rung in OF_EIGHT_WARPS and q.shape[3] > 128:
         raise ValueError(f"rung {rung} is for head_dim up to 128; got {q.shape[3]}")

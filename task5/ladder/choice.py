@@ -8,6 +8,8 @@ from task5.ladder.plan import (
     IN_STEP,
     KEYS_AS_ROWS,
     LONG_BYTES,
+    MORE_ROWS,
+    MORE_ROWS_BY_LENGTH,
     MOST_BLOCKS,
     MOST_SEQUENCES,
     MOST_SPREAD,
@@ -26,6 +28,10 @@ UNEVEN_BYTES, MANY_UNEVEN_BYTES = 250e6, 400e6
 ALMOST_ONE, ONE_AND_A_HALF, FEW_WAVES = 1.17, 1.6, 3
 SOME_SMS = 0.3  # and up to which rung 8 loads keys ahead of the wait below MANY_UNEVEN_BYTES
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see fastest()
+# Of 17 to 32 rows: K and V from which on one read of them may be faster than two by twice as many blocks. And of more,
+# where kv heads are more than SMs: up to how many rows two reads by rung 11 are faster than one by rung 5.
+ONE_READ_BYTES, ROWS_OF_TWO_READS = 35e6, 48
+MORE_UNEVEN_BYTES = 100e6  # as UNEVEN_BYTES, where a call takes rung 11
 # Keys of all kv heads, head_dim 128 or twice as many of 64. Where every other SM is no longer as fast as all of them,
 # with the promise, and without it; and of more than 16 rows, where loading ahead of the wait stops to pay.
 FEW_KEYS, MOST_KEYS, MEDIUM_KEYS = 20_000, 1 << 18, 40_000
@@ -58,8 +64,8 @@ def fastest(
 ) -> Choice:
     """The fastest for ``heads`` kv heads of all sequences, as NOTES.md has measured it.
 
-    Batch-invariant, a sequence has the same bits from rungs 3, 4 and 6 to 10, and others from 5: which of the two it
-    is depends on what is the same in any batch, and whatever room there is.
+    Batch-invariant, a sequence has the same bits from rungs 3, 4 and 6 to 10, others from 5, and others from 11 and 12:
+    which of the three it is depends on what is the same in any batch, and whatever room there is.
 
     Args:
         call: what a kernel is chosen by.
@@ -74,13 +80,21 @@ def fastest(
         call, heads, kv_len, batch_invariant=batch_invariant, page_size=page_size, promised=promised
     )
     bytes_ = 2 * heads * kv_len * call.head_dim * call.item_size
+    may_differ = 2 <= lengths <= MOST_SEQUENCES
+    if choice.rung == MORE_ROWS:
+        fit = heads * -(-call.rows // (2 * ROWS)) <= call.sms
+        by_length = may_differ and fit and bytes_ >= MORE_UNEVEN_BYTES
+        return Choice(MORE_ROWS_BY_LENGTH, choice.ahead) if by_length else choice
     pairs = heads * (1 + call.two_tiles)
     long = bytes_ >= MANY_UNEVEN_BYTES
     if pairs <= (FEW_PAIRS if long else SOME_PAIRS) and is_spread(call, pairs, kv_len):
         return choice  # by length a pair that is not cut would have one cluster
-    few = pairs / call.sms <= ONE_AND_A_HALF and not (call.compute_bound or page_size)
+    for_each_sm = pairs / call.sms
+    few = for_each_sm <= 1 or ALMOST_ONE < for_each_sm <= ONE_AND_A_HALF
+    if call.compute_bound or page_size:
+        few = False
     uneven_bytes = UNEVEN_BYTES if few else MANY_UNEVEN_BYTES
-    if 2 <= lengths <= MOST_SEQUENCES and bytes_ >= uneven_bytes and choice.rung in ONE_TREE:
+    if may_differ and bytes_ >= uneven_bytes and choice.rung in ONE_TREE:
         return _fastest_by_length(call, pairs, promised, long=long)
     return choice
 
@@ -91,7 +105,7 @@ def _fastest_by_length(call: Call, pairs: int, promised: bool, *, long: bool) ->
     Rung 10 has one pair on an SM after the other. Where pairs are far more than SMs, most of them may be short, and two
     at a time take less time.
     """
-    deep, shallow, of_eight_warps = BY_LENGTH
+    deep, shallow, of_eight_warps, _ = BY_LENGTH
     for_each_sm = pairs / call.sms
     if call.head_dim == 256 or 1 < for_each_sm <= ALMOST_ONE or for_each_sm > FEW_WAVES:
         # Keys ahead would take the memory from the blocks before them.
@@ -118,9 +132,7 @@ def _fastest_of_equal_lengths(
     if _in_step(call, heads, kv_len, batch_invariant, page_size):
         return Choice(IN_STEP, promised)
     if call.rows > ROWS:
-        rung = _fastest_of_many_rows(call, heads, kv_len, batch_invariant)
-        early = rung != KEYS_AS_ROWS and 2 * heads * kv_len * call.head_dim // 128 < MEDIUM_KEYS
-        return Choice(rung, promised and early)
+        return _fastest_of_many_rows(call, heads, kv_len, batch_invariant, promised)
     if call.head_dim == 256:  # no two blocks fit on an SM
         # Clusters of four on almost all SMs: the next launch's need four free ones, we suppose, and find none ahead.
         crowded = 9 * sms < 40 * heads <= 10 * sms
@@ -246,17 +258,44 @@ def _fastest_of_float32(
     return Choice(EIGHT_WARPS if many_keys and not on_most_sms else 4)
 
 
-def _fastest_of_many_rows(call: Call, heads: int, kv_len: int, batch_invariant: bool) -> int:
-    """The fastest of more than 16 rows: rung 5, unless two pairs of each kv head find more SMs that are idle.
+def _fastest_of_many_rows(
+    call: Call, heads: int, kv_len: int, batch_invariant: bool, promised: bool
+) -> Choice:
+    """The fastest of more than 16 rows: rung 11; of few keys, two pairs of up to 16; of many kv heads, rung 5.
 
-    Then the keys are asked for twice, at neighbouring blocks.
+    Of two pairs of each kv head the keys are asked for twice, at neighbouring blocks.
     """
-    sms, pairs = call.sms, 2 * heads
-    if not call.two_tiles or (not batch_invariant and pairs > sms):
-        return KEYS_AS_ROWS
-    if is_spread(call, pairs, kv_len):
-        return 4
-    return EIGHT_WARPS if pairs * kv_len >= 32 * SHORT_CACHE else 4
+    sms = call.sms
+    if call.head_dim == 256:
+        return Choice(KEYS_AS_ROWS)
+    if call.two_tiles:
+        if heads > sms and not batch_invariant:
+            return Choice(KEYS_AS_ROWS)
+        one_read = not batch_invariant and _one_read_pays(call, heads, kv_len)
+    else:  # rung 5 reads the keys once for 64 rows, and 11 twice
+        one_read = batch_invariant or heads <= sms or not ROWS_OF_TWO_READS < call.rows <= 64
+        if not one_read:
+            return Choice(KEYS_AS_ROWS)
+    if one_read:
+        pairs = heads * -(-call.rows // (2 * ROWS))
+        on_most_sms = pairs >= sms or are_on_most_sms(call, pairs, power_of_two(sms // pairs))
+        return Choice(MORE_ROWS, promised and on_most_sms and call.head_dim == 128)
+    early = promised and 2 * heads * kv_len * call.head_dim // 128 < MEDIUM_KEYS
+    if 2 * heads <= sms and is_spread(call, 2 * heads, kv_len):
+        return Choice(4, early)
+    eight = 2 * heads <= sms or batch_invariant
+    return Choice(EIGHT_WARPS if eight and 2 * heads * kv_len >= 32 * SHORT_CACHE else 4, early)
+
+
+def _one_read_pays(call: Call, heads: int, kv_len: int) -> bool:
+    """Whether 17 to 32 rows take one block where two would read the same keys."""
+    if heads == 2:
+        return False
+    blocks = power_of_two(call.sms // heads)
+    bytes_ = 2 * heads * kv_len * call.head_dim * call.item_size
+    if blocks == 1 or (blocks in (8, 16) and are_on_most_sms(call, heads, blocks)):
+        return bytes_ >= ONE_READ_BYTES
+    return bytes_ >= (2 if call.head_dim == 128 and heads != 4 else 3) * ONE_READ_BYTES
 
 
 def _fastest_of_many_pairs(

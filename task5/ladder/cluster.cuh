@@ -34,6 +34,7 @@ struct ByGrid {
   DEVICE int pair() const { return blockIdx.y; }  // of the sequence's
   DEVICE int cluster(int block_bits) const { return blockIdx.x >> block_bits; }  // of the pair's 1 << bits(a)
   DEVICE int bits(const Decode& a) const { return a.cluster_bits; }
+  DEVICE bool none() const { return false; }
   DEVICE bool more() const { return false; }
   DEVICE int take(const Decode&) const { return -1; }
   DEVICE void go_on(int) {}
@@ -96,7 +97,9 @@ struct Cluster {
       w.step_bits = in_order ? warps : 0, w.tile = in_order ? warp : w.s.tiles * warp >> warps;
       w.end = in_order ? w.s.tiles : w.s.tiles * (warp + 1) >> warps;
     }
+    if (place.none()) w.tile = w.end;
   }
+  DEVICE bool has_nothing(const Walk&) const { return place.none(); }  // so that nothing waits for this block
   DEVICE bool any(const Walk& w) const { return w.tile < w.end; }
   DEVICE void read_again(const Decode& a) { place.read_again(a); }
   DEVICE static bool can_be_found_early(const Decode&) { return true; }
@@ -154,7 +157,7 @@ struct Cluster {
   template <typename Math>
   static bool needs_tree(const Decode& a, int blocks) {
     if (a.chunks == 0) return false;
-    const int warps = blocks_of_a_pair(a, blocks, a.kv_heads * ceil_div(a.rows, Math::ROWS)) * WARPS;
+    const int warps = of_a_whole_pair(a, blocks, a.kv_heads * ceil_div(a.rows, Math::ROWS)) * WARPS;
     int most = 0, tile_bits = 0;
     while (2 << most <= a.chunks) ++most;
     while (2 << tile_bits <= ceil_div(a.kv_len, Math::KEYS)) ++tile_bits;
@@ -162,11 +165,11 @@ struct Cluster {
   }
   // Of a warp.
   static int64_t most_tiles(const Decode& a, int blocks) {
-    const int tiles = ceil_div(a.kv_len, 1 << a.tile_bits), warps = blocks_of_a_pair(a, blocks, pairs_of(a)) * WARPS;
+    const int tiles = ceil_div(a.kv_len, 1 << a.tile_bits), warps = of_a_whole_pair(a, blocks, pairs_of(a)) * WARPS;
     return max(ceil_div(tiles, warps), a.chunks ? 8 : 1);  // fewer leaves than warps: of eight tiles, or long
   }
   static cudaError_t launch(void (*kernel)(Decode), Decode a, int blocks, int bytes, cudaStream_t stream) {
-    const int pairs = pairs_of(a), of_a_pair = blocks_of_a_pair(a, blocks, pairs);
+    const int pairs = pairs_of(a), of_a_pair = of_a_whole_pair(a, blocks, pairs);
     while (!BY_LENGTH && int64_t(a.batch) * pairs << (a.cluster_bits + 1) <= a.slots) ++a.cluster_bits;
     const int of_a_cluster = of_a_pair >> a.cluster_bits;
     while (2 << a.block_bits <= of_a_cluster) ++a.block_bits;
@@ -175,7 +178,7 @@ struct Cluster {
       cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
       if (error) return error;
     }
-    return launch_kernel(kernel, dim3(of_a_pair, pairs, a.batch), THREADS, bytes, stream, a, of_a_cluster);
+    return launch_kernel(kernel, dim3(of_a_pair, pairs, sequences(a, pairs)), THREADS, bytes, stream, a, of_a_cluster);
   }
 
  private:
@@ -199,8 +202,10 @@ struct Cluster {
     const int rows = min(Buffer::ROWS, a.rows - a.row_tiles.remainder(pair) * Buffer::ROWS);
     mbarrier_arrive_expect(&buffer.received, received_bytes(rows, Buffer::D, bits, rank));
   }
-  // Of one that is not cut.
-  static int blocks_of_a_pair(const Decode& a, int blocks, int pairs) { return blocks / (pairs * a.batch); }
+  // In a grid: by length as many as its clusters would be of, where these are more than pairs.
+  static int sequences(const Decode& a, int pairs) { return BY_LENGTH ? max(a.batch, int(a.slots / pairs)) : a.batch; }
+  // Blocks of a pair that is not cut.
+  static int of_a_whole_pair(const Decode& a, int blocks, int pairs) { return blocks / (pairs * sequences(a, pairs)); }
   static int pairs_of(const Decode& a) { return a.kv_heads * a.row_tiles.d; }
   // Of the tree of a sequence that 1 << most warps could share: half as many leaves, or a quarter where they are many;
   // all of them in the longest sequences. A leaf has two tiles, or 1 << leaf_tile_bits where there are many.

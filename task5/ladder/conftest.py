@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from task5.ladder import plot, record, table
-from task5.ladder.plan import KEYS_AS_ROWS, OF_EIGHT_WARPS, Call, plan
+from task5.ladder.plan import IN_16_BITS, OF_EIGHT_WARPS, Call, plan
 
 
 @pytest.fixture
@@ -33,8 +33,9 @@ def h200(monkeypatch):
 
     def query(self, rung, name, blocks=None, tiles=None):
         fit = (of_eight_warps if rung in OF_EIGHT_WARPS else room).get(blocks)
-        most = 32 if rung == KEYS_AS_ROWS else 16
-        answers = {"rows_of_a_pair": 8 if self.rows <= 8 else most, "keys_of_a_tile": 64}
+        most = 32 if rung in IN_16_BITS else 16
+        few = self.rows <= 8 and rung not in IN_16_BITS[1:]
+        answers = {"rows_of_a_pair": 8 if few else most, "keys_of_a_tile": 64}
         answers |= {"shared_memory_bytes": 80 * 1024, "clusters_at_once": fit}
         return answers[name]
 

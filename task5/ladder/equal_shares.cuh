@@ -56,6 +56,7 @@ struct EqualShares {
     w.segment(begin - w.first_unit);
   }
   DEVICE bool any(const Walk&) const { return begin < end; }
+  DEVICE bool has_nothing(const Walk& w) const { return !any(w); }
   // Whether the lengths are still those of which it was made. Of more sequences a lane would have to keep several.
   DEVICE static bool can_be_found_early(const Decode& a) { return a.batch <= 32; }
   DEVICE bool holds(const Decode&) const { return __all_sync(~0u, now.x == known.x && now.y == known.y); }

@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
       loader.find_next_pages(a);
       if (again || (share.holds(a) && loader.holds())) break;
     }
-    if (Sharing::SEVERAL_SEGMENTS && !share.any(walk)) return;
+    if (share.has_nothing(walk)) return;
     queries.store(mem.Q[0]);
     __syncthreads();  // Q complete
     if (!PAGED && (keys_first || (loader.done() && share.any(walk)))) begin_the_next_launch();

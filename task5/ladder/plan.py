@@ -19,14 +19,19 @@ KERNELS = {
     8: Kernels(__file__, "08_by_length.cu"),
     9: Kernels(__file__, "09_by_length_shallow.cu"),
     10: Kernels(__file__, "10_by_length_eight_warps.cu"),
+    11: Kernels(__file__, "11_more_rows.cu"),
+    12: Kernels(__file__, "12_more_rows_by_length.cu"),
 }
 RUNGS = tuple(KERNELS)
-CLUSTERS = (3, 4, 5, 6, 7, 8, 9, 10)  # of the rungs
-KEYS_AS_ROWS = 5  # for 16 bits
-EIGHT_WARPS, IN_STEP = 6, 7
-BY_LENGTH = (8, 9, 10)  # lengths decide how many clusters a pair has; blocks as of rungs 4, 3 and 6
-OF_EIGHT_WARPS = (EIGHT_WARPS, IN_STEP, 10)  # for head_dim up to 128
-ONE_TREE = (3, 4, EIGHT_WARPS, IN_STEP, *BY_LENGTH)  # batch-invariant, they have the same bits
+CLUSTERS = RUNGS[2:]
+KEYS_AS_ROWS, EIGHT_WARPS, IN_STEP = 5, 6, 7
+MORE_ROWS, MORE_ROWS_BY_LENGTH = 11, 12  # of q in a pair: up to 32
+# Lengths decide how many clusters a pair has; blocks are as of rungs 4, 3, 6 and 11.
+BY_LENGTH = (8, 9, 10, MORE_ROWS_BY_LENGTH)
+OF_EIGHT_WARPS = (EIGHT_WARPS, IN_STEP, 10, MORE_ROWS, MORE_ROWS_BY_LENGTH)  # head_dim up to 128
+IN_16_BITS = (KEYS_AS_ROWS, MORE_ROWS, MORE_ROWS_BY_LENGTH)
+# Batch-invariant, they have the same bits; and so have the two of more rows.
+ONE_TREE = (3, 4, EIGHT_WARPS, IN_STEP, 8, 9, 10)
 MOST_BLOCKS = 16  # of a cluster; of a pair, where its blocks are no cluster
 # Where a pair's blocks are several clusters in rungs 4 and 6: see is_spread().
 SPREAD = (4, EIGHT_WARPS)
@@ -130,6 +135,13 @@ def plan(
             most = max(1, _used(leaves, tiles) // warps)
         if rung in SPREAD and is_spread(call, pairs, kv_len):
             return _in_clusters(call, rung, pairs, *_spread(call, pairs, most), leaves)
+        if rung == MORE_ROWS:
+            return _in_clusters(
+                call, rung, pairs, *_of_more_rows(call, pairs, kv_len, most), leaves
+            )
+        if rung == MORE_ROWS_BY_LENGTH:
+            of_a_cluster = 2 if 2 * pairs <= call.sms and most > 1 else 1
+            return _by_length(call, rung, batch, pairs // batch, of_a_cluster, kv_len, leaves)
         most = min(most, MOST_BLOCKS)
         sms = call.sms // 2 if every_other_sm else None
         of_a_cluster, clusters = _of_a_cluster(call, rung, kv_heads, batch, kv_len, most, sms), 1
@@ -188,6 +200,19 @@ def _spread(call: Call, pairs: int, most: int) -> tuple[int, int]:
     return of_a_cluster, blocks // of_a_cluster
 
 
+def _of_more_rows(call: Call, pairs: int, kv_len: int, most: int) -> tuple[int, int]:
+    """Blocks of a cluster, and clusters of a pair, of rung 11: one on each SM, with two tiles or more.
+
+    Clusters of two fill all SMs. One or two pairs are faster on half of them, in clusters of eight.
+    """
+    tiles = -(-kv_len // call.query(MORE_ROWS, "keys_of_a_tile"))
+    of_a_pair = power_of_two(call.sms // (2 if pairs <= 2 else 1) // pairs)
+    blocks = min(of_a_pair, power_of_two(min(most, -(-tiles // 2))))
+    small = 2 if are_on_most_sms(call, pairs, blocks) else 4
+    of_a_cluster = min(blocks, 8 if pairs <= 2 else small)
+    return of_a_cluster, blocks // of_a_cluster
+
+
 def are_on_most_sms(call: Call, pairs: int, blocks: int) -> bool:
     """Whether so many blocks of each pair are one on almost each SM."""
     return 9 * pairs * blocks >= (8 if blocks <= 2 else 7) * call.sms
@@ -208,15 +233,18 @@ def _in_clusters(
 def _by_length(
     call: Call, rung: int, batch: int, pairs: int, of_a_cluster: int, kv_len: int, chunks: int
 ) -> Plan:
-    """A cluster for each pair, and room for the parts of fewer than these."""
+    """A cluster for each pair, and room for the parts of fewer than these; in rung 12 as many as there is room for."""
     tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
     at_once = call.query(rung, "clusters_at_once", blocks=of_a_cluster, tiles=min(tiles, LONG))
-    # Clusters without a pair of their own would only be in the next launch's way.
-    at_once = min(at_once, batch * pairs)
+    clusters = batch * pairs
+    if rung == MORE_ROWS_BY_LENGTH:
+        clusters = max(batch, at_once // pairs) * pairs
+    # Elsewhere those without a pair of their own would only be in the next launch's way.
+    at_once = min(at_once, clusters)
     parts = 4 * at_once // 3 + 1  # of clusters with more than three quarters of a share
     floats = parts * call.query(rung, "rows_of_a_pair") * call.head_dim // 4 * 6
     counters = batch * pairs * of_a_cluster + 1
-    return Plan(rung, batch * pairs * of_a_cluster, chunks, at_once, floats, counters)
+    return Plan(rung, clusters * of_a_cluster, chunks, at_once, floats, counters)
 
 
 def _pairs(call: Call, rung: int, kv_heads: int) -> int:

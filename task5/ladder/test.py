@@ -10,8 +10,14 @@ from common.check.rng import new_seed
 from common.tests.devices import DEVICE, of_gpus_hopper
 from task5.ladder import call, decode_attention, plan
 from task5.ladder.call import ON_CPU
-from task5.ladder.cases import CASES, RUNGS, case_for
-from task5.ladder.plan import BY_LENGTH, OF_EIGHT_WARPS, ONE_TREE
+from task5.ladder.cases import CASES, HALVES, RUNGS, case_for
+from task5.ladder.plan import (
+    BY_LENGTH,
+    MORE_ROWS,
+    MORE_ROWS_BY_LENGTH,
+    OF_EIGHT_WARPS,
+    ONE_TREE,
+)
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -109,6 +115,33 @@ def test_several_clusters_share_a_pair_or_blocks_that_are_none(monkeypatch, rung
     truth = decode_attention(q.float(), k.float(), v.float(), seqlens_k=given["seqlens_k"], rung=1)
     for got in several:
         assert (got - truth).abs().max() < (1e-5 if dtype == torch.float32 else 2e-3)
+
+
+@of_gpus_hopper
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_more_rows_than_a_product_has_columns(batch_invariant):
+    """One read of the keys for 32 rows, by one cluster of a pair or several; by length the same bits."""
+    r = random.Random(seed := new_seed())
+    for _ in range(CASES // 6):
+        batch, kv_heads = r.choice(((1, 1), (1, 3), (2, 2), (3, 1), (5, 4), (1, 70)))
+        q_len, group = r.choice(((1, 17), (1, 32), (1, 40), (5, 4), (16, 2), (13, 5), (16, 8)))
+        room, dtype, head_dim = r.choice((300, 5000, 9000)), r.choice(HALVES), r.choice((64, 128))
+        torch.manual_seed(r.randrange(10**9))
+        q = torch.randn(batch, q_len, kv_heads * group, head_dim, device=DEVICE).to(dtype)
+        k, v = (torch.randn(batch, room, kv_heads, head_dim, device=DEVICE).to(dtype) for _ in "kv")
+        lengths = torch.randint(q_len, room + 1, (batch,), dtype=torch.int32, device=DEVICE)
+        given = dict(seqlens_k=lengths, window=r.choice((None, None, 700)), new_keys=0)
+        truth = decode_attention(q.float(), k.float(), v.float(), **given, rung=1)
+        one, *others = (
+            decode_attention(q, k, v, **given, rung=rung, batch_invariant=batch_invariant)
+            for rung in (MORE_ROWS, MORE_ROWS, MORE_ROWS_BY_LENGTH, MORE_ROWS_BY_LENGTH, None)
+        )
+        sizes = f"seed {seed}: {tuple(q.shape)} {tuple(k.shape)} {dtype}"
+        for got in (one, *others):
+            assert (got - truth).abs().max() < (2e-2 if dtype == torch.bfloat16 else 2e-3), sizes
+        assert torch.equal(others[0], one) and torch.equal(others[1], others[2]), sizes
+        if batch_invariant:
+            assert torch.equal(others[1], one), sizes
 
 
 def test_lengths_past_the_cache_count_as_all_of_it_and_negative_ones_as_0():

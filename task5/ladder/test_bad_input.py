@@ -8,7 +8,7 @@ import torch
 
 from common.tests.devices import DEVICE, of_gpus_hopper
 from task5.ladder import call, decode_attention
-from task5.ladder.plan import BY_LENGTH, OF_EIGHT_WARPS
+from task5.ladder.plan import BY_LENGTH, IN_16_BITS, OF_EIGHT_WARPS
 
 HALF = torch.float16
 
@@ -77,10 +77,11 @@ def test_of_gpus_rung_2_is_for_hopper(monkeypatch):
 
 
 @of_gpus_hopper
-def test_rung_5_is_for_16_bits():
+@pytest.mark.parametrize("rung", IN_16_BITS)
+def test_rungs_for_16_bits(rung):
     q = torch.zeros(1, 1, 2, 64, device=DEVICE)
-    with pytest.raises(ValueError, match="rung 5 computes in 16 bits; got .*float32"):
-        decode_attention(q, q, q, rung=5)
+    with pytest.raises(ValueError, match=f"rung {rung} computes in 16 bits; got .*float32"):
+        decode_attention(q, q, q, rung=rung)
 
 
 @of_gpus_hopper

@@ -10,8 +10,8 @@ import torch
 from common.check.rng import new_seed
 from common.tests.devices import of_gpus_hopper
 from task5.ladder import call, plan
-from task5.ladder.cases import CASES, Case, head_dims_of
-from task5.ladder.plan import BY_LENGTH, OF_EIGHT_WARPS
+from task5.ladder.cases import CASES, HALVES, Case, head_dims_of
+from task5.ladder.plan import BY_LENGTH, IN_16_BITS, MORE_ROWS, OF_EIGHT_WARPS
 
 
 class Uneven(Case):
@@ -39,7 +39,7 @@ class UnevenOfEightWarps(Uneven):
 @pytest.mark.parametrize("rung", BY_LENGTH)
 @pytest.mark.parametrize("part", range(2))
 def test_long_sequences_among_short_ones(monkeypatch, part, rung):
-    """Also as on a GPU that holds half as many clusters. Where a pair is cut, some clusters take several items."""
+    """Also as on a GPU that holds fewer clusters than there are pairs, or more: then some take several items, or none."""
     query, workspace, scratch = plan.Call.query, call.workspace, []
 
     def watched(device, floats, counters):
@@ -59,9 +59,10 @@ def test_long_sequences_among_short_ones(monkeypatch, part, rung):
         if cut and i >= CASES // 6:
             break
         of_rung = UnevenOfEightWarps if rung in OF_EIGHT_WARPS else Uneven
-        case = of_rung(seed, head_dims=head_dims_of(rung))
+        given = {"dtypes": HALVES} if rung in IN_16_BITS else {}
+        case = of_rung(seed, head_dims=head_dims_of(rung), **given)
         pairs = case.batch * case.kv_heads
-        most = (pairs // 2, pairs)[i % 2]
+        most = (pairs // 2, pairs, 3 * pairs)[i % 3]
 
         monkeypatch.setattr(plan.Call, "query", partialmethod(few, most))
         plan.plan.cache_clear()
@@ -73,6 +74,7 @@ def test_long_sequences_among_short_ones(monkeypatch, part, rung):
         assert torch.equal(again, whole[some])
         assert not any(counters.any() for _, counters in scratch)
         cut = cut or bool(scratch[0][0].isfinite().any())
-        assert torch.equal(case.run(rung=4, batch_invariant=True), whole)
+        tree = MORE_ROWS if rung in IN_16_BITS else 4
+        assert torch.equal(case.run(rung=tree, batch_invariant=True), whole)
     plan.plan.cache_clear()
     assert cut

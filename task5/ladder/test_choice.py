@@ -8,6 +8,8 @@ from task5.ladder.plan import (
     EIGHT_WARPS,
     IN_STEP,
     KEYS_AS_ROWS,
+    MORE_ROWS,
+    MORE_ROWS_BY_LENGTH,
 )
 
 
@@ -84,10 +86,24 @@ HALF, AHEAD = {"every_other_sm": True}, {"ahead": True}
         (8, 4096, {"rows": 32}, EIGHT_WARPS, {}),  # as two pairs each
         (4, 4096, {"rows": 32}, EIGHT_WARPS, AHEAD),
         (4, 32768, {"rows": 32}, 4, {}),
+        (4, 65536, {"rows": 32}, MORE_ROWS, AHEAD),
+        (8, 8192, {"rows": 32}, EIGHT_WARPS, {}),
+        (8, 9999, {"rows": 32}, MORE_ROWS, AHEAD),
+        (24, 8192, {"rows": 32}, MORE_ROWS, {}),  # on 96 SMs
+        (2, 99_999, {"rows": 32}, 4, {}),
+        (32, 8192, {"rows": 32, "head_dim": 64}, EIGHT_WARPS, {}),
+        (32, 16384, {"rows": 32, "head_dim": 64}, MORE_ROWS, {}),
+        (132, 4096, {"rows": 17}, MORE_ROWS, AHEAD),
         (8, 1024, {"rows": 32}, 4, AHEAD),
         (1, 32768, {"rows": 32}, 4, {}),
-        (67, 4096, {"rows": 32}, KEYS_AS_ROWS, {}),  # one read for all rows
-        (8, 4096, {"rows": 33}, KEYS_AS_ROWS, {}),
+        (67, 512, {"rows": 32}, 4, {}),
+        (67, 1100, {"rows": 32}, MORE_ROWS, {}),
+        (133, 4096, {"rows": 32}, KEYS_AS_ROWS, {}),
+        (8, 512, {"rows": 33}, MORE_ROWS, AHEAD),
+        (8, 512, {"rows": 99, "head_dim": 64}, MORE_ROWS, {}),
+        (133, 4096, {"rows": 64}, KEYS_AS_ROWS, {}),  # one read for all rows
+        (133, 4096, {"rows": 48}, MORE_ROWS, AHEAD),
+        (133, 4096, {"rows": 65}, MORE_ROWS, AHEAD),
         (384, 1024, {"head_dim": 64}, 3, AHEAD),
         (320, 1024, {"head_dim": 64}, EIGHT_WARPS, AHEAD),  # a fifth of the third blocks is missing
         (8, 2048, {"head_dim": 256}, 4, AHEAD),
@@ -156,17 +172,21 @@ def test_lengths_that_may_differ_decide(h200):
     def rung(heads, kv_len, lengths, **shape):
         return fastest(h200(**{"dtype": 2} | shape), heads, kv_len, lengths=lengths).rung
 
-    deep, shallow, of_eight_warps = BY_LENGTH
+    deep, shallow, of_eight_warps, _ = BY_LENGTH
     assert rung(16, 65536, 2) == rung(128, 8192, 16) == deep
     assert rung(64, 8192, 8, dtype=0) == rung(256, 4096, 32, head_dim=256) == deep
     assert rung(144, 8192, 18) == rung(512, 4096, 64) == deep
     assert rung(160, 8192, 20) == rung(208, 8192, 26) == rung(192, 4096, 24, dtype=0) == shallow
     assert rung(104, 16384, 13) == deep
     assert rung(256, 4096, 32) == rung(256, 4096, 128) == rung(224, 8192, 28) == of_eight_warps
-    assert rung(64, 8192, 8) == rung(140, 4096, 20) == deep and rung(160, 4096, 20) == shallow
+    assert rung(64, 8192, 8) == deep and rung(160, 4096, 20) == shallow
     few = rung(64, 7000, 8), rung(256, 2048, 32), rung(64, 4096, 8, dtype=0), rung(4, 99_999, 4)
+    few += (rung(140, 4096, 20),)
     assert not {rung(256, 4096, 1), rung(1032, 4096, 129), *few} & set(BY_LENGTH)
-    assert rung(256, 4096, 32, rows=33) == KEYS_AS_ROWS
+    assert rung(64, 8192, 8, rows=33) == rung(8, 32768, 8, rows=32) == MORE_ROWS_BY_LENGTH
+    assert rung(64, 8192, 1, rows=33) == rung(8, 16384, 8, rows=32) == MORE_ROWS
+    assert rung(67, 8192, 67, rows=33) == MORE_ROWS  # more pairs than SMs
+    assert rung(256, 4096, 32, rows=33, head_dim=256) == KEYS_AS_ROWS
     for kv_len, ahead in ((8192, False), (16384, True)):
         promised = fastest(h200(dtype=2), 64, kv_len, promised=True, lengths=8)
         assert promised == Choice(deep, ahead)

@@ -10,6 +10,8 @@ from task5.ladder.plan import (
     EIGHT_WARPS,
     IN_STEP,
     KEYS_AS_ROWS,
+    MORE_ROWS,
+    MORE_ROWS_BY_LENGTH,
     ONE_TREE,
     plan,
 )
@@ -34,7 +36,7 @@ def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
     for wide, rung in (
         (dict(head_dim=256), 4),
         (dict(head_dim=256, rows=17), 5),
-        (dict(rows=33), 5),
+        (dict(rows=33), MORE_ROWS),
     ):
         for heads, kv_len, page_size in itertools.product((1, 8, 500), (9, 99_999), (None, 16)):
             given = dict(batch_invariant=True, page_size=page_size, promised=True)
@@ -103,6 +105,42 @@ def test_a_pair_has_several_clusters(h200, kv_heads, kv_len, shape, of_a_cluster
         assert work.chunks >= invariant and work.counters <= work.blocks
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "kv_len", "rows", "of_a_cluster", "clusters"),
+    [
+        (1, 99_999, 32, 8, 8),  # on half of the SMs
+        (1, 99_999, 64, 8, 4),
+        (4, 99_999, 32, 2, 16),
+        (5, 99_999, 17, 4, 4),
+        (8, 99_999, 32, 2, 8),
+        (24, 99_999, 32, 4, 1),
+        (32, 8192, 32, 2, 2),
+        (100, 8192, 32, 1, 1),
+        (8, 500, 33, 4, 1),  # two tiles each
+        (300, 500, 33, 1, 1),
+    ],
+)
+def test_more_rows_take_small_clusters(h200, kv_heads, kv_len, rows, of_a_cluster, clusters):
+    pairs = kv_heads * -(-rows // 32)
+    call = h200(dtype=2, rows=rows)
+    work = plan(call, 1, kv_heads, kv_len, False, MORE_ROWS)
+    assert work.blocks == pairs * of_a_cluster * clusters
+    assert work.slots == (pairs * clusters if clusters > 1 else 0)
+    assert plan(call, 1, kv_heads, kv_len, True, MORE_ROWS).blocks <= work.blocks
+
+
+def test_more_rows_by_length_have_more_clusters_than_pairs(h200):
+    def work(batch, kv_heads, rows=32):
+        found = plan(h200(dtype=2, rows=rows), batch, kv_heads, 8192, False, MORE_ROWS_BY_LENGTH)
+        assert found.floats == (4 * found.slots // 3 + 1) * 32 * 128 // 4 * 6
+        return found.blocks, found.slots
+
+    assert work(8, 1) == work(2, 2) == work(2, 1, 64) == (66 * 2, 66)
+    assert work(2, 8) == work(8, 8) == (64 * 2, 64)
+    assert work(9, 8) == (128, 128) and work(4, 25) == (125, 125)  # blocks that are no clusters
+    assert work(64, 8) == (512, 132)
+
+
 def test_two_blocks_share_an_sm_where_lengths_decide(h200):
     """Of few keys one, and where only some SMs would have a second one."""
     deep = BY_LENGTH[0]
@@ -139,7 +177,7 @@ def test_the_blocks_of_rung_5(h200, batch, kv_heads, kv_len, blocks, parts):
 
 
 def test_where_lengths_decide_a_grid_has_a_cluster_for_each_pair(h200):
-    call, (deep, shallow, of_eight_warps) = h200(dtype=2), BY_LENGTH
+    call, (deep, shallow, of_eight_warps, _) = h200(dtype=2), BY_LENGTH
     one_each = plan(call, 64, 8, 4096, False, deep)
     assert (one_each.blocks, one_each.slots) == (64 * 8, 396) and one_each.counters == 64 * 8 + 1
     few = plan(call, 16, 8, 8192, False, deep)  # clusters of two, no more of them than pairs
