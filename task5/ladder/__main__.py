@@ -30,6 +30,7 @@ SOURCES = (
     "task5/ladder/choice.py",
     "task5/ladder/plan.py",
     "task5/ladder/chunk.py",
+    "task5/ladder/gpu.py",
 )
 # Of a chunk of a prompt: its kernel, task 4's ladder, and what chooses between them.
 PREFILL_SOURCES = (

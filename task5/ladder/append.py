@@ -12,7 +12,8 @@ from common.inputs import (
     describe,
     expect,
 )
-from task5.ladder.call import expect_loadable, is_hopper
+from task5.ladder.checks import expect_loadable
+from task5.ladder.gpu import is_hopper
 
 HEAD_DIMS = (16, 256)  # from, to; multiples of 16
 _KERNELS = Kernels(__file__, "append.cu")

@@ -1,16 +1,16 @@
 """Calling a rung of decode."""
 
-import ctypes
-import functools
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from common.build import dtype_code
 from common.inputs import check_attention, check_device, check_lengths, describe, expect
-from task5.ladder.choice import Choice, fastest
+from task5.ladder.checks import MAX_BATCH, expect_loadable, expect_scale
+from task5.ladder.choice import Choice, fastest, is_faster_as_a_chunk
+from task5.ladder.chunk import chunk_attention, fits
+from task5.ladder.gpu import is_hopper, sms_of, workspace
 from task5.ladder.plan import (
     BY_LENGTH,
     IN_16_BITS,
@@ -28,13 +28,9 @@ HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 256)  # from, to; multiples of 16
 MAX_QUERIES = 16
 MAX_KEYS = 1 << 24
-MAX_BATCH = 65535
 MAX_TILES = (1 << 31) - 1
 MAX_POOL = (1 << 36) - 16  # bytes: a kernel counts them in 32 bits, by 16
 MAX_DIVIDED = 1 << 32  # rows of q by their group: below, a product finds a row's token
-# Of scores: kernels multiply by it, and by log2(e), in float32.
-SCALES = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max * math.log(2)
-ON_CPU = 6  # blocks where there is no GPU: enough to share a pair
 
 
 def decode_attention(
@@ -104,12 +100,19 @@ def decode_attention(
         q.device, dtype_code(q.dtype), head_dim, rows, sms_of(q.device), is_hopper(q.device)
     )
     page_size = None if block_table is None else k.shape[1]
+    lengths = 1 if seqlens_k is None and leftpad_k is None else batch
     choice = Choice(rung, new_keys is not None)
     if rung is None:
+        plain = block_table is None and leftpad_k is None and window is None and not batch_invariant
+        if (
+            plain
+            and fits(batch, heads, kv_heads)
+            and is_faster_as_a_chunk(call, batch * kv_heads, kv_len, lengths)
+        ):
+            return chunk_attention(q, k, v, causal=True, scale=scale, seqlens_k=seqlens_k)
         choice = fastest(
             call, batch * kv_heads, kv_len, batch_invariant=batch_invariant, page_size=page_size,
-            promised=new_keys is not None,
-            lengths=1 if seqlens_k is None and leftpad_k is None else batch,
+            promised=new_keys is not None, lengths=lengths,
         )  # fmt: skip
     if not choice.ahead:
         new_keys = None
@@ -182,46 +185,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> tuple
     return batch, kv_len
 
 
-def loadable(x: Tensor) -> bool:
-    """Whether 16 bytes at a time can be loaded of its rows: each contiguous, from a multiple of 16 bytes on."""
-    used = (s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
-    pitches = (s * x.element_size() for s in used)
-    return x.stride(-1) == 1 and not any(pitch % 16 for pitch in (*pitches, x.data_ptr()))
-
-
-def expect_loadable(**tensors: Tensor | None) -> None:
-    """ValueError that names the first of these that is not :func:`loadable`."""
-    for name, tensor in tensors.items():
-        if tensor is not None and not loadable(tensor):
-            raise ValueError(
-                f"{name} must have a contiguous last dimension, and rows that begin at multiples of 16 bytes; got"
-                f" {describe(tensor)} with strides {tensor.stride()}"
-            )
-
-
-def expect_scale(scale: float | None) -> None:
-    """ValueError for one that is no number, not above 0, or too small or large for float32."""
-    if scale is None:
-        return
-    least, most = SCALES
-    if not (isinstance(scale, (int, float)) and least <= scale <= most):
-        raise ValueError(
-            f"scale must be above 0 and finite, from {least:.3g} to {most:.3g}; got {scale!r}"
-        )
-
-
-def is_hopper(device: torch.device) -> bool:
-    """Whether kernels for sm_90a run there."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
-def sms_of(device: torch.device) -> int:
-    """How many blocks are at work at once, one on each SM."""
-    if device.type == "cpu":
-        return ON_CPU
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _check_rung(q: Tensor, rung: int | None) -> None:
     if rung is not None and not (isinstance(rung, int) and rung in RUNGS):
         raise ValueError(f"rung must be one of {RUNGS}; got {rung!r}")
@@ -235,61 +198,3 @@ def _check_rung(q: Tensor, rung: int | None) -> None:
         raise ValueError(f"rung {rung} is for head_dim up to 128; got {q.shape[3]}")
     if rung in BY_LENGTH and q.shape[0] > MOST_SEQUENCES:
         raise ValueError(f"rung {rung} is for up to {MOST_SEQUENCES} sequences; got {q.shape[0]}")
-
-
-class _Workspace(NamedTuple):
-    capture: int  # of which it is; 0: outside of one
-    floats: Tensor
-    counters: Tensor
-
-
-_workspaces: dict[tuple[torch.device, int], _Workspace] = {}
-
-
-def workspace(device: torch.device, floats: int, counters: int) -> tuple[Tensor, Tensor]:
-    """Scratch of at least so many floats, and so many int32 counters that are 0 when the stream's next launch begins.
-
-    A launch leaves the counters so. A CUDA graph that is captured gets its own, and zeroes them before the first call
-    on a stream: it may be replayed beside others, on any stream, and before or after them.
-
-    Returns:
-        float32 ``(floats or more,)`` and int32 ``(counters or more,)``, of the device's current stream.
-
-    Raises:
-        RuntimeError: the driver does not say whether the stream is being captured.
-    """
-
-    def new() -> tuple[Tensor, Tensor]:
-        return torch.empty(floats, device=device), torch.zeros(
-            counters, dtype=torch.int32, device=device
-        )
-
-    if device.type == "cpu":
-        return new()  # because a launch that fails there does not end the process
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    capture = _capture_of(stream) if torch.cuda.is_current_stream_capturing() else 0
-    known = _workspaces.get((device, stream))
-    if (
-        known is None
-        or known.capture != capture
-        or known.floats.numel() < floats
-        or known.counters.numel() < counters
-    ):
-        known = _workspaces[device, stream] = _Workspace(capture, *new())
-    return known.floats, known.counters
-
-
-def _capture_of(stream: int) -> int:
-    """The number of the capture that a stream takes part in, which no other one has."""
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    error = _capture_info()(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
-    if error:
-        raise RuntimeError(f"cuStreamGetCaptureInfo_v2 failed with status {error}")
-    return number.value
-
-
-@functools.cache
-def _capture_info() -> ctypes._CFuncPtr:
-    function = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
-    function.argtypes = [ctypes.c_void_p] * 6
-    return function

@@ -32,6 +32,7 @@ SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest,
 # where kv heads are more than SMs: up to how many rows two reads by rung 11 are faster than one by rung 5.
 ONE_READ_BYTES, ROWS_OF_TWO_READS = 35e6, 48
 MORE_UNEVEN_BYTES = 100e6  # as UNEVEN_BYTES, where a call takes rung 11
+CHUNK_BYTES = 25e6  # of 17 to 32 rows: K and V from which on chunk_attention is faster
 # Keys of all kv heads, head_dim 128 or twice as many of 64. Where every other SM is no longer as fast as all of them,
 # with the promise, and without it; and of more than 16 rows, where loading ahead of the wait stops to pay.
 FEW_KEYS, MOST_KEYS, MEDIUM_KEYS = 20_000, 1 << 18, 40_000
@@ -50,6 +51,19 @@ class Choice(NamedTuple):
     rung: int
     ahead: bool = False  # keys are loaded ahead of the wait, which the caller has to allow
     every_other_sm: bool = False  # its blocks leave the other SMs to those of the launch behind it
+
+
+def is_faster_as_a_chunk(call: Call, heads: int, kv_len: int, lengths: int = 1) -> bool:
+    """Whether chunk_attention takes less time: of more than 32 rows always, of more than 16 with long caches.
+
+    It has no pages and no window, and as many blocks for each sequence: not for up to 32 rows where lengths decide.
+    Arguments are those of :func:`fastest`.
+    """
+    if not call.hopper or call.item_size == 4 or call.head_dim == 256 or call.rows <= ROWS:
+        return False
+    bytes_ = 2 * heads * kv_len * call.head_dim * call.item_size
+    uneven = 2 <= lengths <= MOST_SEQUENCES and bytes_ >= MORE_UNEVEN_BYTES
+    return call.rows > 2 * ROWS or (bytes_ >= CHUNK_BYTES and not uneven)
 
 
 def fastest(

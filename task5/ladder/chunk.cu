@@ -15,6 +15,8 @@
 //                  l_i in its shared memory, and merges some rows of all blocks. Of a tile with several clusters the
 //                  last one to come merges theirs, through global memory
 //   softmax        rung 14's steps, and in long rows rung 15's lazy maximum
+//   lengths        how many keys a sequence has may be known in device memory alone. The last block of keys is whatever
+//                  the cache has behind them, too: such rows of V become zeros
 #include <cuda_runtime.h>
 
 #include "../../task4/ladder/attention.cuh"
@@ -39,6 +41,7 @@ struct Chunk {
   Attention a;
   int group, tokens, tiles;  // heads of a kv head, tokens of a tile, tiles of a kv head
   int splits, clusters;      // blocks of a cluster, clusters of a tile
+  const int* seqlens_k;      // keys of each sequence, or null: all of kv_len
   float* partial;            // [tile][cluster][B_r][head_dim], and behind all of them m, l: [tile][cluster][B_r][2]
   int* counters;             // [tile][splits], 0 between launches
 };
@@ -80,8 +83,6 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
   const int nth = cluster * splits + split, of = c.clusters * splits;  // of the tile's blocks
   const int token_0 = (c.tiles - 1 - tile_of_head) * c.tokens;         // causal: the longest rows first
   const int rows = min(c.tokens, a.q_len - token_0) * c.group;          // of the tile that exist
-  const int all = ceil_div(a.visible(token_0 + rows / c.group - 1), B_c);  // blocks of K and V that some row sees
-  const int first = int64_t(all) * nth / of, end = int64_t(all) * (nth + 1) / of;
   const int each = ceil_div(rows, splits), own = max(0, min(each, rows - split * each));  // rows that this block merges
 
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // shuffled: the compiler sees it as warp-uniform
@@ -106,6 +107,13 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
 
   Ring<STAGES> k, v;
   wait_for_the_launch_before();
+  const int keys = c.seqlens_k ? min(max(__ldcg(c.seqlens_k + b), 0), a.kv_len) : a.kv_len;
+  const auto visible = [&](int token) {  // of the keys, to this token
+    const int diagonal = token + keys - a.q_len + 1;
+    return a.causal ? min(max(diagonal, 0), keys) : keys;
+  };
+  const int all = ceil_div(visible(token_0 + rows / c.group - 1), B_c);  // blocks of K and V that some row sees
+  const int first = int64_t(all) * nth / of, end = int64_t(all) * (nth + 1) / of;
 
   if (warpgroup == 0) {
     registers_give<CONSUMERS == 2 ? 24 : 32>();
@@ -159,7 +167,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
 
   int j = end - 1 - share;  // the first S has no P V_j beside it
   if (j >= first) {
-    const auto sees = [&](int row) { return a.visible(token_0 + row / c.group); };
+    const auto sees = [&](int row) { return visible(token_0 + row / c.group); };
     const int seen[2] = {sees(row) - 2 * t, sees(row + 8) - 2 * t};  // from this thread's first column on
     const int whole = max(first, sees(row_w) / B_c);                 // all rows see all blocks before it
 
@@ -173,6 +181,15 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
     go_on(k);
     softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});
     pack_P<T, B_c>(P, S);
+    if (c.seqlens_k && j == keys / B_c) {  // behind the keys V may be anything, and 0 times that has to be 0
+      mbarrier_wait(&s.v_full[v.index], v.parity);
+      constexpr int READERS = SHARES == 1 ? CONSUMERS * WARPGROUP : WARPGROUP, OF_ROW = 8;  // pieces of 16 bytes
+      const int from = keys % B_c, pieces = (B_c - from) * OF_ROW;
+      for (int i = (threadIdx.x - WARPGROUP) % READERS; i < pieces * (D / 64); i += READERS)
+        reinterpret_cast<uint4*>(s.V[v.index] + (i / pieces * B_c + from) * 64)[i % pieces] = uint4{};
+      fence_async_proxy();
+      barrier_sync(SHARES == 1 ? MERGE : DECISION + wg, READERS);
+    }
 
     // Each further S beside the P V_j of the previous block: S is complete first, and its softmax runs beside P V_j
     const auto begin_step = [&] {
@@ -451,10 +468,10 @@ extern "C" int clusters_at_once(int splits) {
 }
 
 // rows: of a tile; 64, 128, or with head_dim 64 192.
-extern "C" cudaError_t chunk(View q, View k, View v, View out, float scale, int causal, int rows, int splits,
-                             int clusters, float* partial, int* counters, int dtype, cudaStream_t stream) {
+extern "C" cudaError_t chunk(View q, View k, View v, View out, const int* seqlens_k, float scale, int causal, int rows,
+                             int splits, int clusters, float* partial, int* counters, int dtype, cudaStream_t stream) {
   Chunk c;
-  c.a = make_attention(q, k, v, out, nullptr, scale, causal);
+  c.a = make_attention(q, k, v, out, nullptr, scale, causal), c.seqlens_k = seqlens_k;
   c.splits = splits, c.clusters = clusters, c.partial = partial, c.counters = counters;
   if (dtype == FLOAT16) return launch<__half>(c, rows, k, v, stream);
   if (dtype == BFLOAT16) return launch<__nv_bfloat16>(c, rows, k, v, stream);

@@ -9,20 +9,14 @@ import torch
 from torch import Tensor
 
 from common.build import Kernels, dtype_code
-from common.inputs import check_attention
-from task5.ladder.call import (
-    MAX_BATCH,
-    expect_loadable,
-    expect_scale,
-    is_hopper,
-    loadable,
-    sms_of,
-    workspace,
-)
+from common.inputs import check_attention, check_lengths
+from task5.ladder.checks import MAX_BATCH, expect_loadable, expect_scale, loadable
+from task5.ladder.gpu import is_hopper, sms_of, workspace
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128)
 ROWS, KEYS = 128, 128  # of a tile: B_r, B_c
+MAX_GROUP = ROWS  # query heads of a kv head
 FEW = 64  # rows of a tile whose keys the consumers of a block share
 MANY = 192  # rows of a tile with three consumers, of head_dim 64
 # Of a tile's keys in a cluster. Clusters of 3, 5 or 6 blocks lie unevenly on the chip.
@@ -48,6 +42,7 @@ def chunk_attention(
     *,
     causal: bool = False,
     scale: float | None = None,
+    seqlens_k: Tensor | None = None,
     split: tuple[int, int] | None = None,
 ) -> Tensor:
     """softmax(scale q k^T) v where q has few rows and k many: the keys of a tile of q are split among blocks.
@@ -57,6 +52,8 @@ def chunk_attention(
         k, v: ``(batch, kv_len, kv_heads, head_dim)``; kv_heads divides heads, at most 128 heads for a kv head.
         causal: query i sees the keys ``j <= i + kv_len - q_len``.
         scale: factor of the scores, above 0; ``1 / sqrt(head_dim)`` if None.
+        seqlens_k: int32 ``(batch,)`` on q's device, in place of kv_len the keys of each sequence: all for which there
+            is room where it is larger, none where it is negative. It is not read on the host.
         split: how many blocks of a cluster share the keys of a tile, 1, 2, 4 or 8, and how many clusters, 1 to 16; what
             should be fastest if None.
 
@@ -71,9 +68,12 @@ def chunk_attention(
     )
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim must be 64 or 128; got {head_dim}")
-    if kv_heads and heads // kv_heads > ROWS:
-        raise ValueError(f"a kv head must have at most {ROWS} query heads; got {heads // kv_heads}")
+    if kv_heads and heads // kv_heads > MAX_GROUP:
+        raise ValueError(
+            f"a kv head must have at most {MAX_GROUP} query heads; got {heads // kv_heads}"
+        )
     expect_scale(scale)
+    check_lengths("seqlens_k", seqlens_k, q)
     if split is not None and split not in itertools.product(SPLITS, range(1, MOST_CLUSTERS + 1)):
         raise ValueError(
             f"split must be one of {SPLITS} blocks, and 1 to {MOST_CLUSTERS} clusters; got {split!r}"
@@ -88,7 +88,7 @@ def chunk_attention(
         return out
     if kv_len == 0:
         return out.zero_()
-    if not _fits(batch, kv_heads):
+    if not _has_room(batch, kv_heads):
         raise ValueError(
             f"there must be at most {MAX_BATCH:,} sequences and {MAX_BATCH // MOST_CLUSTERS:,} kv heads; got batch"
             f" {batch:,} and {kv_heads:,} kv heads"
@@ -104,9 +104,9 @@ def chunk_attention(
         floats = work.tiles * clusters * work.rows * (head_dim + 2)
         partial, counters = workspace(q.device, floats, work.tiles * splits)
     _KERNELS.launch(
-        "chunk", q=q, k=k, v=v, out=out, scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
-        causal=int(causal), rows=work.rows, splits=splits, clusters=clusters, partial=partial, counters=counters,
-        dtype=dtype_code(q.dtype),
+        "chunk", q=q, k=k, v=v, out=out, seqlens_k=seqlens_k,
+        scale=1 / math.sqrt(head_dim) if scale is None else float(scale), causal=int(causal), rows=work.rows,
+        splits=splits, clusters=clusters, partial=partial, counters=counters, dtype=dtype_code(q.dtype),
     )  # fmt: skip
     return out
 
@@ -123,13 +123,13 @@ def faster_than_the_ladder(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.shape[3] in HEAD_DIMS
         and 0 < q.shape[1] < k.shape[1]
         and k.shape[2]
-        and 1 <= q.shape[2] // k.shape[2] <= ROWS
+        and q.shape[2] >= k.shape[2]
         and is_hopper(q.device)
         and all(map(loadable, (q, k, v)))
     ):
         return False
     batch, q_len, heads, head_dim = q.shape
-    if not _fits(batch, k.shape[2]):
+    if not fits(batch, heads, k.shape[2]):
         return False
     shape = (batch, q_len, heads, k.shape[2], k.shape[1], head_dim)
     if not _is_faster(*shape, _all_fit(sms_of(q.device))):
@@ -173,7 +173,12 @@ def _works(
     )
 
 
-def _fits(batch: int, kv_heads: int) -> bool:
+def fits(batch: int, heads: int, kv_heads: int) -> bool:
+    """Whether :func:`chunk_attention` takes so many sequences, heads and kv heads."""
+    return heads // kv_heads <= MAX_GROUP and _has_room(batch, kv_heads)
+
+
+def _has_room(batch: int, kv_heads: int) -> bool:
     """Whether the grid has room, whose second and third sizes are the clusters of kv heads and the batch."""
     return max(batch, kv_heads * MOST_CLUSTERS) <= MAX_BATCH
 

@@ -1,5 +1,6 @@
 """Decode's rungs against float64: caches, groups, windows, several tokens, lengths."""
 
+import math
 import random
 
 import pytest
@@ -9,8 +10,8 @@ import torch.nn.functional as F
 from common.check.rng import new_seed
 from common.tests.devices import DEVICE, of_gpus_hopper
 from task5.ladder import call, decode_attention, plan
-from task5.ladder.call import ON_CPU
 from task5.ladder.cases import CASES, HALVES, RUNGS, case_for
+from task5.ladder.gpu import ON_CPU
 from task5.ladder.plan import (
     BY_LENGTH,
     MORE_ROWS,
@@ -130,6 +131,8 @@ def test_more_rows_than_a_product_has_columns(batch_invariant):
         q = torch.randn(batch, q_len, kv_heads * group, head_dim, device=DEVICE).to(dtype)
         k, v = (torch.randn(batch, room, kv_heads, head_dim, device=DEVICE).to(dtype) for _ in "kv")
         lengths = torch.randint(q_len, room + 1, (batch,), dtype=torch.int32, device=DEVICE)
+        for b, n in enumerate(lengths.tolist()):
+            k[b, n:] = v[b, n:] = math.nan
         given = dict(seqlens_k=lengths, window=r.choice((None, None, 700)), new_keys=0)
         truth = decode_attention(q.float(), k.float(), v.float(), **given, rung=1)
         one, *others = (

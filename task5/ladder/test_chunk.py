@@ -62,6 +62,46 @@ def test_it_matches_float64(monkeypatch, part):
 
 
 @of_gpus_hopper
+def test_lengths_in_device_memory(monkeypatch):
+    """Behind them the cache has NaN. Some are shorter than the chunk, or past the cache."""
+    monkeypatch.setitem(chunk.COMPUTED, chunk.MANY, 0.1)
+    for part in range(30 if DEVICE == "cuda" else 8):
+        r = random.Random(seed := new_seed())
+        torch.manual_seed(seed)
+        batch, kv_heads, group = r.choice((1, 2, 3)), r.choice((1, 2)), r.choice((1, 2, 3, 8))
+        q_len, room = r.choice((1, 9, 16, 30)), r.choice(LENGTHS)
+        head_dim, dtype = r.choice((64, 128)), r.choice((torch.float16, torch.bfloat16))
+        q = torch.randn(batch, q_len, kv_heads * group, head_dim, device=DEVICE).to(dtype)
+        k, v = (torch.randn(batch, room, kv_heads, head_dim, device=DEVICE).to(dtype) for _ in "kv")
+        lengths = [
+            r.choice((r.randint(-2, room + 2), room, r.randint(0, q_len))) for _ in range(batch)
+        ]
+        for b, n in enumerate(lengths):
+            k[b, max(n, 0) :] = v[b, max(n, 0) :] = torch.nan
+        options = dict(causal=part % 4 > 0, split=r.choice((None, *WAYS)))
+        got = chunk_attention(
+            q, k, v, **options, seqlens_k=torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        )
+        for b, n in enumerate(min(max(n, 0), room) for n in lengths):
+            note = f"seed {seed}: {tuple(q.shape)}, {tuple(k.shape)}, {dtype}, {lengths}, {options}"
+            if n == 0:
+                assert not got[b].any(), note
+                continue
+            one, many = q[b : b + 1], [t[b : b + 1, :n].repeat_interleave(group, 2) for t in (k, v)]
+            truth, pytorch = (
+                f(one, *many, causal=options["causal"])
+                for f in (attention_float64, attention_pytorch)
+            )
+            try:
+                assert_close(
+                    got[b : b + 1], truth, pytorch, axes=("batch", "row", "head", "column")
+                )
+            except AssertionError as error:
+                error.add_note(note)
+                raise
+
+
+@of_gpus_hopper
 @pytest.mark.parametrize("name", [*LAZY, "a cliff"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_inputs_that_move_a_lazy_maximum(monkeypatch, name, dtype):
@@ -126,8 +166,8 @@ def test_where_it_is_faster_than_the_ladder(batch, q_len, kv_len, heads, kv_head
 
 
 def test_a_grid_has_no_room_for_more():
-    assert chunk._fits(65535, 8) and not chunk._fits(65536, 8)
-    assert chunk._fits(1, 4095) and not chunk._fits(1, 4096)
+    assert chunk._has_room(65535, 8) and not chunk._fits(65536, 8)
+    assert chunk._has_room(1, 4095) and not chunk._fits(1, 4096)
 
 
 def test_what_it_does_not_take_is_the_ladders():
@@ -174,12 +214,15 @@ def test_of_gpus_it_is_for_hopper(monkeypatch):
 @pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
 @pytest.mark.parametrize("q_len", [20, 40, 90])  # few rows; more; three consumers
 @pytest.mark.parametrize("split", [(1, 1), (4, 1), (2, 3)])
-def test_the_check_build_finds_nothing(monkeypatch, split, q_len):
+@pytest.mark.parametrize("room", [0, 77])  # behind the keys
+def test_the_check_build_finds_nothing(monkeypatch, split, q_len, room):
     monkeypatch.setitem(chunk.COMPUTED, chunk.MANY, 0.1)
     q, k = torch.randn(1, q_len, 4, 64, dtype=HALF), torch.randn(1, 600, 2, 64, dtype=HALF)
     for order in ("forward", "random"):
         with using(check=True, order=order, seed=1, limit=120):
-            got = chunk_attention(q, k, k, causal=True, split=split)
+            cache = torch.cat([k, k.new_full((1, room, 2, 64), torch.nan)], 1)
+            lengths = torch.tensor([600], dtype=torch.int32) if room else None
+            got = chunk_attention(q, cache, cache, causal=True, split=split, seqlens_k=lengths)
         many = k.repeat_interleave(2, 2)
         truth, pytorch = (
             f(q, many, many, causal=True) for f in (attention_float64, attention_pytorch)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.build import Kernels, dtype_code, touching
 from common.inputs import describe, expect
-from task5.ladder.call import is_hopper, sms_of
+from task5.ladder.gpu import is_hopper, sms_of
 from task6.generation.parallel import Group
 from task6.generation.product import ACTIVATIONS, LINE
 

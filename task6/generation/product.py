@@ -7,7 +7,8 @@ from torch import Tensor
 
 from common.build import Kernels, dtype_code
 from common.inputs import KERNEL_DTYPES, check_device, describe, expect
-from task5.ladder.call import expect_loadable, is_hopper
+from task5.ladder.checks import expect_loadable
+from task5.ladder.gpu import is_hopper
 
 MAX_ROWS = 16
 TILE = 16  # rows of w

@@ -25,6 +25,8 @@ SOURCES = (
     "task5/ladder/call.py",
     "task5/ladder/choice.py",
     "task5/ladder/plan.py",
+    "task5/ladder/chunk.py",
+    "task5/ladder/gpu.py",
 )
 GRADED_SOURCES = (
     "common/products/*",

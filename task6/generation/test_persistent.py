@@ -11,7 +11,7 @@ import torch
 from common.build import using
 from common.check.rng import new_seed
 from common.tests.devices import DEVICE, of_gpus_hopper
-from task5.ladder import call
+from task5.ladder import gpu
 from task6.generation import CONFIGS, Decoder, Weights, persistent
 from task6.generation import decoder as decoder_module
 from task6.generation.benchmark import Case, prepare
@@ -104,7 +104,7 @@ def test_the_same_text_each_time(config, dtype):
 )
 def test_rows_of_x_that_do_not_fit(monkeypatch, hidden, inner, dtype, batch, blocks):
     """In shared memory: they come again for each pass over the weights."""
-    monkeypatch.setattr(call, "ON_CPU", blocks)
+    monkeypatch.setattr(gpu, "ON_CPU", blocks)
     config = Config(1, hidden, 2, 1, 64, inner, 300)
     weights = Weights.random(config, device=torch.device(DEVICE), dtype=dtype)
     for norm in (weights.layers[0].attention_norm, weights.layers[0].mlp_norm):
@@ -136,7 +136,7 @@ def test_the_clocks_of_a_step():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch, heads", [(1, 8), (1, 12), (3, 12)])
 def test_the_check_build_finds_nothing(monkeypatch, batch, heads, dtype, order, blocks):
-    monkeypatch.setattr(call, "ON_CPU", blocks)
+    monkeypatch.setattr(gpu, "ON_CPU", blocks)
     # Six heads of a group are two sets, of which one's blocks load the place where the other's append.
     config = Config(2, 128, heads, 2, 64, 192, 100)
     weights = Weights.random(config, device=torch.device(DEVICE), dtype=dtype)
