@@ -166,8 +166,8 @@ def test_where_it_is_faster_than_the_ladder(batch, q_len, kv_len, heads, kv_head
 
 
 def test_a_grid_has_no_room_for_more():
-    assert chunk._has_room(65535, 8) and not chunk._fits(65536, 8)
-    assert chunk._has_room(1, 4095) and not chunk._fits(1, 4096)
+    assert chunk._has_room(65535, 8) and not chunk._has_room(65536, 8)
+    assert chunk._has_room(1, 4095) and not chunk._has_room(1, 4096)
 
 
 def test_what_it_does_not_take_is_the_ladders():
