@@ -19,7 +19,7 @@ from task4.ladder import RUNGS, ladder_attention
 from task5.attention import flash_attention_decode, update_kv_cache
 from task5.ladder import append_rope, decode_attention
 from task5.ladder.chunk import chunk_attention
-from task5.ladder.plan import BY_LENGTH, KEYS_AS_ROWS, OF_EIGHT_WARPS
+from task5.ladder.plan import BY_LENGTH, IN_16_BITS, OF_EIGHT_WARPS
 from task5.ladder.plan import RUNGS as DECODE_RUNGS
 from task6.generation.product import product
 from task6.rope import RoPE, apply_rotary_emb
@@ -105,6 +105,33 @@ def _chunk(rng, device, split):
     got = chunk_attention(*(t.to(device) for t in (q, k, v)), causal=True, split=split)
     k, v = (t.repeat_interleave(3, 2) for t in (k, v))
     return got, attention_float64(q, k, v, causal=True), attention_pytorch(q, k, v, causal=True)
+
+
+def _decode_as_a_chunk(rng, device):
+    """Behind a sequence's keys there is anything."""
+    lengths = [600, 130]
+    q, k, v = (
+        rng.randn(2, n, h, 64, dtype=torch.float16) for n, h in ((5, 16), (640, 2), (640, 2))
+    )
+    for b, n in enumerate(lengths):
+        k[b, n:] = v[b, n:] = torch.nan
+    given = (t.to(device) for t in (q, k, v, torch.tensor(lengths, dtype=torch.int32)))
+    q_there, k_there, v_there, lengths_there = given
+    got = chunk_attention(q_there, k_there, v_there, causal=True, seqlens_k=lengths_there)
+
+    def of_each(attention):
+        return torch.cat(
+            [
+                attention(
+                    q[b : b + 1],
+                    *(t[b : b + 1, :n].repeat_interleave(8, 2) for t in (k, v)),
+                    causal=True,
+                )
+                for b, n in enumerate(lengths)
+            ]
+        )
+
+    return got, of_each(attention_float64), of_each(attention_pytorch)
 
 
 def _product(rng, device, dtype):
@@ -230,7 +257,7 @@ KERNELS = {
         for rung in DECODE_RUNGS
         if rung == 1 or THEY_RUN
         for dtype, d, heads, keys, more in DECODE_CASES
-        if (rung != KEYS_AS_ROWS or dtype != torch.float32)
+        if (rung not in IN_16_BITS or dtype != torch.float32)
         and (rung not in OF_EIGHT_WARPS or d <= 128)
     },
     **{
@@ -239,7 +266,11 @@ KERNELS = {
         if THEY_RUN
     },
     **(
-        {"chunk": partial(_chunk, split=None), "chunk, clusters": partial(_chunk, split=(2, 2))}
+        {
+            "chunk": partial(_chunk, split=None),
+            "chunk, clusters": partial(_chunk, split=(2, 2)),
+            "decode as a chunk": _decode_as_a_chunk,
+        }
         if THEY_RUN
         else {}
     ),
