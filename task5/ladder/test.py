@@ -74,13 +74,14 @@ def test_several_clusters_share_a_pair_or_blocks_that_are_none(monkeypatch, rung
     r = random.Random(seed)
     dtype, head_dim = r.choice(kinds)
     q = torch.randn(2, 1, 4, head_dim, device=DEVICE).to(dtype)
-    k, v = (torch.randn(2, 9008, 1, head_dim, device=DEVICE).to(dtype) for _ in "kv")
-    table = torch.randperm(2 * 563, device=DEVICE).int().view(2, 563)
+    pages = 563 if head_dim > 64 else 1126  # of 16 keys: leaves for several clusters
+    k, v = (torch.randn(2, 16 * pages, 1, head_dim, device=DEVICE).to(dtype) for _ in "kv")
+    table = torch.randperm(2 * pages, device=DEVICE).int().view(2, pages)
     pools = [torch.empty_like(t).view(-1, 16, 1, head_dim) for t in (k, v)]
     for pool, t in zip(pools, (k, v), strict=True):
         pool[table.flatten().long()] = t.view(-1, 16, 1, head_dim)
     given = dict(rung=rung, batch_invariant=batch_invariant)
-    given["seqlens_k"] = torch.tensor([9000, 77], dtype=torch.int32, device=DEVICE)
+    given["seqlens_k"] = torch.tensor([16 * pages - 8, 77], dtype=torch.int32, device=DEVICE)
     monkeypatch.setattr(call, "sms_of", lambda device: 64)
     plan.plan.cache_clear()
     launch, slots = plan.Kernels.launch, []

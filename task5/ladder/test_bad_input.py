@@ -36,7 +36,7 @@ HALF = torch.float16
          | {"q": torch.zeros(1, 16, 1, 64, dtype=HALF).expand(1, 16, 20_000, 64)}, "must be below 4,294,967,296; got 16 tokens and 20,000 heads"),
         ({n: torch.zeros(1, 1, 1, 64, dtype=HALF).expand(70, 1 << 24, 256, 64) for n in "kv"}
          | {"q": torch.zeros(70, 1, 256, 64, dtype=HALF)}, "there must be at most 2,147,483,647 tiles of 16 keys"),
-        ({"rung": 11}, r"rung must be one of \(1, 2, 3, 4, 5, 6, 7, 8, 9, 10\); got 11"),
+        ({"rung": 13}, r"rung must be one of \(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12\); got 13"),
         ({"rung": torch.tensor(1)}, r"rung must be one of .* got tensor\(1\)"),
         ({"seqlens_k": torch.zeros(2, dtype=torch.int32)}, "seqlens_k must be"),
         ({"block_table": torch.zeros(1, 2, dtype=torch.int32)}, "page_size must be a multiple of 16 up to 256; got 40"),
@@ -87,7 +87,7 @@ def test_rungs_for_16_bits(rung):
 @of_gpus_hopper
 @pytest.mark.parametrize("rung", OF_EIGHT_WARPS)
 def test_eight_warps_are_for_head_dims_up_to_128(rung):
-    q = torch.zeros(1, 1, 2, 256, device=DEVICE)
+    q = torch.zeros(1, 1, 2, 256, device=DEVICE, dtype=torch.float16)
     with pytest.raises(ValueError, match=f"rung {rung} is for head_dim up to 128; got 256"):
         decode_attention(q, q, q, rung=rung)
 
@@ -95,6 +95,6 @@ def test_eight_warps_are_for_head_dims_up_to_128(rung):
 @of_gpus_hopper
 @pytest.mark.parametrize("rung", BY_LENGTH)
 def test_by_length_are_up_to_128_sequences(rung):
-    q = torch.zeros(129, 1, 1, 64, device=DEVICE)
+    q = torch.zeros(129, 1, 1, 64, device=DEVICE, dtype=torch.float16)
     with pytest.raises(ValueError, match=f"rung {rung} is for up to 128 sequences; got 129"):
         decode_attention(q, q, q, rung=rung)
