@@ -32,8 +32,9 @@
 constexpr int B_c = 128, MOST_CONSUMERS = 3;
 constexpr int MOST_PARTS = 16;  // of a row that are merged at once: a cluster's blocks, or a tile's clusters
 
-enum NamedBarrier { MERGE = 1,
-                    TURN = 2,  // TURN + w: consumer w may issue its products
+enum NamedBarrier { MERGE = 1,     // K_j and V_j have been read
+                    COMPLETE = 2,  // the parts are, or the zeros behind the keys
+                    TURN = 3,      // TURN + w: consumer w may issue its products
                     DECISION = TURN + MOST_CONSUMERS };  // DECISION + w: every warp of consumer w has voted
 
 struct Chunk {
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
       for (int i = (threadIdx.x - WARPGROUP) % READERS; i < pieces * (D / 64); i += READERS)
         reinterpret_cast<uint4*>(s.V[v.index] + (i / pieces * B_c + from) * 64)[i % pieces] = uint4{};
       fence_async_proxy();
-      barrier_sync(SHARES == 1 ? MERGE : DECISION + wg, READERS);
+      barrier_sync(SHARES == 1 ? COMPLETE : DECISION + wg, READERS);
     }
 
     // Each further S beside the P V_j of the previous block: S is complete first, and its softmax runs beside P V_j
@@ -284,7 +285,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
   // ---- The parts
   constexpr int PITCH = Memory::PITCH, MERGERS = CONSUMERS * WARPGROUP;
   const int thread = threadIdx.x - WARPGROUP;
-  barrier_sync(MERGE, MERGERS);  // K_j and V_j have been read: the parts take their place
+  barrier_sync(MERGE, MERGERS);  // the parts take the place of K_j and V_j
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int r = share * B_r + row + 8 * h;
@@ -372,7 +373,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
   const auto own_O = [&](int share, int r, int e) {
     return *reinterpret_cast<const float4*>(&s.parts.O[(share % SHARES * B_r + r) * PITCH + e]);
   };
-  if (splits == 1 || SHARES > 1) barrier_sync(MERGE, MERGERS);  // the consumers' parts are complete
+  if (splits == 1 || SHARES > 1) barrier_sync(COMPLETE, MERGERS);
   if (splits == 1) {
     merge(rows, SHARES, own_ml, own_O, complete);
   } else {
