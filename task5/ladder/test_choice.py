@@ -2,7 +2,7 @@
 
 import pytest
 
-from task5.ladder.choice import Choice, fastest
+from task5.ladder.choice import Choice, fastest, is_faster_as_a_chunk
 from task5.ladder.plan import (
     BY_LENGTH,
     EIGHT_WARPS,
@@ -193,3 +193,17 @@ def test_lengths_that_may_differ_decide(h200):
     paged = fastest(h200(dtype=2), 64, 8192, page_size=64, lengths=8)
     assert paged.rung not in BY_LENGTH
     assert fastest(h200(dtype=2), 144, 8192, promised=True, lengths=18) == Choice(deep)
+
+
+def test_many_rows_are_faster_as_a_chunk(h200):
+    def chunk(heads, kv_len, rows, lengths=1, **shape):
+        call = h200(**{"dtype": 2, "rows": rows} | shape)
+        return is_faster_as_a_chunk(call, heads, kv_len, lengths)
+
+    assert chunk(1, 100, 33) and chunk(99, 99_999, 128, lengths=3)
+    assert chunk(8, 8192, 32) and not chunk(8, 4096, 32)  # 34 and 17 MB
+    assert chunk(8, 16384, 17, lengths=8) and not chunk(8, 32768, 17, lengths=8)
+    assert chunk(8, 32768, 17, lengths=129)
+    assert not chunk(8, 99_999, 16)
+    assert not chunk(8, 8192, 64, dtype=0) and not chunk(8, 8192, 64, head_dim=256)
+    assert not is_faster_as_a_chunk(h200(dtype=2, rows=64)._replace(hopper=False), 8, 8192)
