@@ -195,6 +195,16 @@ def test_what_it_does_not_take_is_the_ladders():
         (((1, 20, 2, 64), (1, 40, 2, 64)), {"split": (2,)}, r"split must be one of .* got \(2,\)"),
         (((1, 20, 2, 64), (1, 40, 2, 64)), {"scale": -1.0}, "scale must be above 0"),
         (((1, 20, 129, 64), (1, 40, 1, 64)), {}, "at most 128 query heads; got 129"),
+        (
+            ((2, 20, 2, 64), (2, 40, 2, 64)),
+            {"seqlens_k": torch.zeros(3, dtype=torch.int32)},
+            r"seqlens_k must be .*\(2,\)",
+        ),
+        (
+            ((2, 20, 2, 64), (2, 40, 2, 64)),
+            {"seqlens_k": torch.zeros(2)},
+            "seqlens_k must .*int32",
+        ),
     ],
 )
 def test_bad_input(shapes, options, message):
