@@ -6,8 +6,14 @@ import torch
 from torch import Tensor
 
 from common.build import dtype_code
-from common.inputs import check_attention, check_device, check_lengths, describe, expect
-from task5.ladder.checks import MAX_BATCH, expect_loadable, expect_scale
+from common.inputs import check_lengths, describe
+from task5.ladder.checks import (
+    MAX_BATCH,
+    check_cached,
+    expect_loadable,
+    expect_scale,
+    expect_window,
+)
 from task5.ladder.choice import Choice, fastest, is_faster_as_a_chunk
 from task5.ladder.chunk import chunk_attention, fits
 from task5.ladder.gpu import is_hopper, sms_of, workspace
@@ -25,11 +31,8 @@ from task5.ladder.plan import (
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
-PAGE_SIZES = (16, 256)  # from, to; multiples of 16
 MAX_QUERIES = 16
-MAX_KEYS = 1 << 24
 MAX_TILES = (1 << 31) - 1
-MAX_POOL = (1 << 36) - 16  # bytes: a kernel counts them in 32 bits, by 16
 MAX_DIVIDED = 1 << 32  # rows of q by their group: below, a product finds a row's token
 
 
@@ -83,8 +86,7 @@ def decode_attention(
     check_lengths("seqlens_k", seqlens_k, q)
     check_lengths("leftpad_k", leftpad_k, q)
     expect_scale(scale)
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ValueError(f"window must be at least 1 key, or None; got {window!r}")
+    expect_window(window)
     if new_keys is not None and (not isinstance(new_keys, int) or new_keys < 0):
         raise ValueError(f"new_keys must be at least 0 keys, or None; got {new_keys!r}")
     _, q_len, heads, head_dim = q.shape
@@ -103,13 +105,15 @@ def decode_attention(
     lengths = 1 if seqlens_k is None and leftpad_k is None else batch
     choice = Choice(rung, new_keys is not None)
     if rung is None:
-        plain = block_table is None and leftpad_k is None and window is None and not batch_invariant
         if (
-            plain
+            not batch_invariant
             and fits(batch, heads, kv_heads)
             and is_faster_as_a_chunk(call, batch * kv_heads, kv_len, lengths)
         ):
-            return chunk_attention(q, k, v, causal=True, scale=scale, seqlens_k=seqlens_k)
+            return chunk_attention(
+                q, k, v, causal=True, scale=scale, seqlens_k=seqlens_k, leftpad_k=leftpad_k,
+                block_table=block_table, window=window,
+            )  # fmt: skip
         choice = fastest(
             call, batch * kv_heads, kv_len, batch_invariant=batch_invariant, page_size=page_size,
             promised=new_keys is not None, lengths=lengths,
@@ -132,44 +136,12 @@ def decode_attention(
 
 def _check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> tuple[int, int]:
     """batch, and the keys for which a sequence has room."""
-    if block_table is None:
-        batch, heads, kv_heads, q_len, kv_len, head_dim = check_attention(
-            q, k, v, DTYPES, HEAD_DIMS[-1]
-        )
-    else:
-        expect("q", q, shape=("batch", "q_len", "heads", "head_dim"), dtype=DTYPES)
-        like_q = {"dtype": q.dtype, "device": q.device}
-        expect("k", k, shape=("pages", "page_size", "kv_heads", q.shape[3]), **like_q)
-        expect("v", v, shape=k.shape, **like_q)
-        check_device(q)
-        (batch, q_len, heads, head_dim), (_, page_size, kv_heads, _) = q.shape, k.shape
-        if kv_heads == 0 or heads % kv_heads:
-            raise ValueError(f"kv heads must divide the query heads; got {heads} and {kv_heads}")
-        least, most = PAGE_SIZES
-        if page_size % least or not least <= page_size <= most:
-            raise ValueError(
-                f"page_size must be a multiple of {least} up to {most}; got {page_size}"
-            )
-        expect("block_table", block_table, shape=(batch, "max_pages"), dtype=torch.int32, device=q.device)  # fmt: skip
-        if not block_table.is_contiguous():
-            raise ValueError(f"block_table must be contiguous; got strides {block_table.stride()}")
-        kv_len = block_table.shape[1] * page_size
-        for name, pool in (("k", k), ("v", v)):
-            steps = zip(pool.shape[:2], pool.stride()[:2], strict=True)
-            span = sum((n - 1) * step for n, step in steps) * pool.element_size()
-            if span >= MAX_POOL:
-                raise ValueError(
-                    f"pages of {name} must begin within {MAX_POOL:,} bytes of the first; got {span:,}"
-                )
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim must be 64, 128 or 256; got {head_dim}")
+    batch, heads, kv_heads, q_len, kv_len, _ = check_cached(q, k, v, block_table, DTYPES, HEAD_DIMS)
     if not 1 <= q_len <= MAX_QUERIES:
         raise ValueError(f"q must have from 1 to {MAX_QUERIES} tokens; got {q_len}")
     expect_loadable(q=q, k=k, v=v)
     if batch > MAX_BATCH:
         raise ValueError(f"batch must be at most {MAX_BATCH:,}; got {batch:,}")
-    if kv_len > MAX_KEYS:
-        raise ValueError(f"a sequence must have room for at most {MAX_KEYS:,} keys; got {kv_len:,}")
     group = heads // max(1, kv_heads)
     if q_len * group**2 >= MAX_DIVIDED:
         raise ValueError(

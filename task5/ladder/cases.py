@@ -81,8 +81,15 @@ class Case:
 
     def run(self, sequences=None, *, paged=False, **options):
         """The kernel's result for these sequences, in this order."""
+        q, k, v, given = self.arguments(sequences, paged=paged)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()  # new_keys is a promise: the launch ahead writes no older ones
+        return decode_attention(q, k, v, new_keys=self.new_keys, **given | options)
+
+    def arguments(self, sequences=None, *, paged=False):
+        """q, k, v and what else a call has of these sequences, in this order."""
         chosen = list(range(self.batch)) if sequences is None else sequences
-        given = dict(window=self.window, new_keys=self.new_keys) | options
+        given = dict(window=self.window)
         for name, values in (("seqlens_k", self.lengths), ("leftpad_k", self.leftpad)):
             given[name] = torch.tensor(
                 [values[b] for b in chosen], dtype=torch.int32, device=DEVICE
@@ -90,10 +97,7 @@ class Case:
         k, v = self.k[chosen], self.v[chosen]
         if paged:
             k, v, given["block_table"] = self.pages(k, v)
-        q = self.q[chosen]
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()  # new_keys is a promise: the launch ahead writes no older ones
-        return decode_attention(q, k, v, **given)
+        return self.q[chosen], k, v, given
 
     def pages(self, k, v):
         """The caches as pages in a random order, among others full of NaN."""

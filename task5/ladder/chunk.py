@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from common.build import Kernels, dtype_code
-from common.inputs import check_attention, check_lengths
-from task5.ladder.checks import MAX_BATCH, expect_loadable, expect_scale, loadable
+from common.inputs import check_lengths
+from task5.ladder.checks import (
+    MAX_BATCH,
+    check_cached,
+    expect_loadable,
+    expect_scale,
+    expect_window,
+    loadable,
+)
 from task5.ladder.gpu import is_hopper, sms_of, workspace
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -32,7 +39,8 @@ COMPUTED, DELIVERED = {FEW: 0.67, ROWS: 1, MANY: 1.33}, {64: 0.9, 128: 1.35}
 NEIGHBOURS = 0.985  # where blocks beside each other read the same keys: an L2 request of one is the other's as well
 LADDER = {ROWS: 1, MANY: 1.25}  # of a block of task 4's ladder with so many rows, for KEYS keys
 LADDER_OF_MANY = 1024  # queries: of more the ladder has tiles of MANY rows, with head_dim 64
-_KERNELS = Kernels(__file__, "chunk.cu")  # of GPUs, for Hopper
+# Of GPUs, for Hopper. GAPS: rows that do not see all keys before their own, or keys in pages
+_KERNELS, _GAPS = Kernels(__file__, "chunk.cu"), Kernels(__file__, "chunk_with_gaps.cu")
 
 
 def chunk_attention(
@@ -43,17 +51,27 @@ def chunk_attention(
     causal: bool = False,
     scale: float | None = None,
     seqlens_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    window: int | None = None,
     split: tuple[int, int] | None = None,
 ) -> Tensor:
     """softmax(scale q k^T) v where q has few rows and k many: the keys of a tile of q are split among blocks.
 
     Args:
         q: ``(batch, q_len, heads, head_dim)``, float16 or bfloat16, head_dim 64 or 128.
-        k, v: ``(batch, kv_len, kv_heads, head_dim)``; kv_heads divides heads, at most 128 heads for a kv head.
+        k, v: ``(batch, kv_len, kv_heads, head_dim)``; with ``block_table`` the pages of all sequences,
+            ``(pages, page_size, kv_heads, head_dim)``, page_size a multiple of 16 up to 256. kv_heads divides heads, at
+            most 128 heads for a kv head.
         causal: query i sees the keys ``j <= i + kv_len - q_len``.
         scale: factor of the scores, above 0; ``1 / sqrt(head_dim)`` if None.
         seqlens_k: int32 ``(batch,)`` on q's device, in place of kv_len the keys of each sequence: all for which there
-            is room where it is larger, none where it is negative. It is not read on the host.
+            is room where it is larger, none where it is negative. None of these tensors is read on the host.
+        leftpad_k: int32 ``(batch,)``, keys to skip at the start of each sequence; a negative number counts as 0.
+        block_table: int32 ``(batch, max_pages)``, contiguous: key j is row ``j % page_size`` of page
+            ``block_table[b, j // page_size]``, and kv_len is max_pages * page_size. Sequences may share pages. A page
+            outside of the pool is not read, and its keys are not seen.
+        window: with ``causal`` how many keys a query sees at most, its own included; None: no limit.
         split: how many blocks of a cluster share the keys of a tile, 1, 2, 4 or 8, and how many clusters, 1 to 16; what
             should be fastest if None.
 
@@ -63,17 +81,19 @@ def chunk_attention(
     Raises:
         ValueError: arguments that do not fit, named; or tensors on a GPU that is no Hopper.
     """
-    batch, heads, kv_heads, q_len, kv_len, head_dim = check_attention(
-        q, k, v, DTYPES, HEAD_DIMS[-1]
+    batch, heads, kv_heads, q_len, kv_len, head_dim = check_cached(
+        q, k, v, block_table, DTYPES, HEAD_DIMS
     )
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim must be 64 or 128; got {head_dim}")
     if kv_heads and heads // kv_heads > MAX_GROUP:
         raise ValueError(
             f"a kv head must have at most {MAX_GROUP} query heads; got {heads // kv_heads}"
         )
     expect_scale(scale)
     check_lengths("seqlens_k", seqlens_k, q)
+    check_lengths("leftpad_k", leftpad_k, q)
+    expect_window(window)
+    if window is not None and not causal:
+        raise ValueError("a window ends with a query's own key: it is for causal=True")
     if split is not None and split not in itertools.product(SPLITS, range(1, MOST_CLUSTERS + 1)):
         raise ValueError(
             f"split must be one of {SPLITS} blocks, and 1 to {MOST_CLUSTERS} clusters; got {split!r}"
@@ -86,14 +106,18 @@ def chunk_attention(
     out = torch.empty((batch, q_len, heads, head_dim), dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
-    if kv_len == 0:
+    if kv_len == 0 or not k.numel():
         return out.zero_()
     if not _has_room(batch, kv_heads):
         raise ValueError(
             f"there must be at most {MAX_BATCH:,} sequences and {MAX_BATCH // MOST_CLUSTERS:,} kv heads; got batch"
             f" {batch:,} and {kv_heads:,} kv heads"
         )
-    works, at_once = _works(batch, q_len, heads, kv_heads, kv_len, head_dim), _at_once(q.device)
+    gaps = not (block_table is None and leftpad_k is None and window is None)
+    seen = kv_len if window is None else min(kv_len, window + q_len - 1)
+    works, at_once = _works(batch, q_len, heads, kv_heads, seen, head_dim), _at_once(q.device)
+    if gaps:
+        works = tuple(work for work in works if work.rows != MANY)
     if split is None:
         work, (splits, clusters) = _fastest(works, at_once)
     else:
@@ -103,8 +127,17 @@ def chunk_attention(
     if clusters > 1:
         floats = work.tiles * clusters * work.rows * (head_dim + 2)
         partial, counters = workspace(q.device, floats, work.tiles * splits)
-    _KERNELS.launch(
-        "chunk", q=q, k=k, v=v, out=out, seqlens_k=seqlens_k,
+    more = {}
+    if gaps:
+        max_pages = 0 if block_table is None else block_table.shape[1]
+        more = dict(
+            leftpad_k=leftpad_k,
+            block_table=block_table,
+            max_pages=max_pages,
+            window=min(window or 0, kv_len),
+        )
+    (_GAPS if gaps else _KERNELS).launch(
+        "chunk", q=q, k=k, v=v, out=out, seqlens_k=seqlens_k, **more,
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale), causal=int(causal), rows=work.rows,
         splits=splits, clusters=clusters, partial=partial, counters=counters, dtype=dtype_code(q.dtype),
     )  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.tests.devices import DEVICE, of_gpus_hopper
-from task5.ladder import call, decode_attention
+from task5.ladder import call, checks, decode_attention
 from task5.ladder.plan import BY_LENGTH, IN_16_BITS, OF_EIGHT_WARPS
 
 HALF = torch.float16
@@ -54,7 +54,7 @@ def test_bad_input(change, message):
 
 
 def test_a_pool_is_too_large(monkeypatch):
-    monkeypatch.setattr(call, "MAX_POOL", 3 * 16 * 2 * 64 * 2 - 1)
+    monkeypatch.setattr(checks, "MAX_POOL", 3 * 16 * 2 * 64 * 2 - 1)
     q, k = torch.zeros(1, 1, 2, 64, dtype=HALF), torch.zeros(4, 16, 2, 64, dtype=HALF)
     table = torch.zeros(1, 2, dtype=torch.int32)
     assert not decode_attention(q, k[:3], k[:3], block_table=table).any()

@@ -12,6 +12,7 @@ from common.check.hard_inputs import LAZY, add_to_scores, make_inputs
 from common.check.rng import Rng, new_seed
 from common.tests.devices import DEVICE, HOPPER, of_gpus_hopper
 from task5.ladder import chunk
+from task5.ladder.cases import CASES, HALVES, Case
 from task5.ladder.chunk import Work, best_split, chunk_attention, faster_than_the_ladder
 
 HALF = torch.float16
@@ -99,6 +100,55 @@ def test_lengths_in_device_memory(monkeypatch):
             except AssertionError as error:
                 error.add_note(note)
                 raise
+
+
+class Gaps(Case):
+    """Some tokens and many, where windows begin in a tile's first block of keys or end there."""
+
+    WINDOWS = (None, 1, 17, 128, 300)
+
+    def choose(self, r, head_dims):
+        super().choose(r, head_dims)
+        self.q_len = min(r.choice((1, 9, 30, 150)), self.room)
+
+
+@of_gpus_hopper
+@pytest.mark.parametrize("part", range(4))
+def test_pages_windows_and_padding(part):
+    for _ in range(CASES // 2):
+        seed = new_seed()
+        case = Gaps(seed, HALVES, (64, 128))
+        options = dict(split=case.rng.choice((None, *WAYS)), paged=case.rng.random() < 0.6)
+        q, k, v, given = case.arguments(paged=options["paged"])
+        got = chunk_attention(q, k, v, causal=True, split=options["split"], **given)
+        try:
+            case.check(got)
+        except AssertionError as error:
+            error.add_note(f"Gaps({seed}), {options}")
+            raise
+
+
+@of_gpus_hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("page_size", [16, 48, 256])
+@pytest.mark.parametrize("q_len", [4, 100])
+def test_pages_outside_of_the_pool_are_not_seen(page_size, head_dim, q_len):
+    """They make no difference to the bits, first, last or in between; nor do keys of a page behind the end."""
+    torch.manual_seed(new_seed())
+    q = torch.randn(1, q_len, 6, head_dim, device=DEVICE).half()
+    k, v = (torch.randn(5, page_size, 2, head_dim, device=DEVICE).half() for _ in "kv")
+    pages = [3, 4, 0, 2, 1] * (200 // page_size + 1)
+    some = torch.tensor([pages], dtype=torch.int32, device=DEVICE)
+    here = torch.rand(len(pages), device=DEVICE) < 0.6
+    table = torch.where(here, some, torch.tensor([5, -1, 1 << 30], device=DEVICE)[0]).int()
+    got = chunk_attention(q, k, v, block_table=table)
+    if here.any():
+        seen = chunk_attention(q, k, v, block_table=some[:, here].contiguous())
+        torch.testing.assert_close(got, seen, atol=2e-3, rtol=0)
+    for nothing in (5, -1, 1 << 30):
+        none = torch.full_like(table, nothing)
+        assert not chunk_attention(q, k, v, block_table=none).any()
+        assert not chunk_attention(q, k, v, block_table=none, causal=True, window=7).any()
 
 
 @of_gpus_hopper
@@ -205,6 +255,23 @@ def test_what_it_does_not_take_is_the_ladders():
             {"seqlens_k": torch.zeros(2)},
             "seqlens_k must .*int32",
         ),
+        (((1, 20, 2, 64), (1, 40, 2, 64)), {"window": 0, "causal": True}, "window must .* got 0"),
+        (((1, 20, 2, 64), (1, 40, 2, 64)), {"window": 3}, "window .* is for causal=True"),
+        (
+            ((1, 20, 2, 64), (1, 40, 2, 64)),
+            {"leftpad_k": torch.zeros(2, dtype=torch.int32)},
+            r"leftpad_k must be \(1,\)",
+        ),
+        (
+            ((1, 20, 2, 64), (3, 40, 2, 64)),
+            {"block_table": torch.zeros(1, 2, dtype=torch.int32)},
+            "page_size must be a multiple of 16 up to 256; got 40",
+        ),
+        (
+            ((1, 20, 2, 64), (3, 32, 2, 64)),
+            {"block_table": torch.zeros(2, 2, dtype=torch.int32)},
+            r"block_table must be \(1, max_pages\) int32",
+        ),
     ],
 )
 def test_bad_input(shapes, options, message):
@@ -238,3 +305,20 @@ def test_the_check_build_finds_nothing(monkeypatch, split, q_len, room):
             f(q, many, many, causal=True) for f in (attention_float64, attention_pytorch)
         )
         assert_close(got, truth, pytorch, axes=("batch", "row", "head", "column"))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
+def test_the_check_build_finds_nothing_in_pages():
+    for _ in range(6):
+        case = Gaps(seed := new_seed(), HALVES, (64,))
+        for order in ("forward", "random"):
+            q, k, v, given = case.arguments(paged=order == "random")
+            with using(check=True, order=order, seed=1, limit=120):
+                got = chunk_attention(
+                    q, k, v, causal=True, split=case.rng.choice(WAYS[:-1]), **given
+                )
+            try:
+                case.check(got)
+            except AssertionError as error:
+                error.add_note(f"Gaps({seed})")
+                raise

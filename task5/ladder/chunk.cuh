@@ -1,0 +1,575 @@
+// Chunked prefill: a chunk of a prompt against a long cache, few rows and many keys. fp16 or bf16, sums in fp32.
+//
+//   q, out (batch, q_len, heads, head_dim)             k, v (batch, kv_len, kv_heads, head_dim), or pages of these
+//   grid  (splits tiles, clusters kv_heads, batch)     of the splits of a tile each `splits` are a cluster, of up to 8
+//   block (384, or 512)                                a producer and two consumers, or three, as in task 4's rung 13
+//
+// Rung 13 has a block per 128 rows of one head and all of their keys: 64 rows of 8 heads are 8 blocks, for 132 SMs, and
+// the heads of a group all read the same keys. Against it,
+//   packed heads   a tile has `tokens` rows of all heads of a group, by one TMA load: row r is token r / group, head
+//                  r % group. A key is read once for all of them, and no row of a tile is empty while others wait
+//   few rows       of 64 or fewer each consumer has all, and every other block of keys
+//   many rows      of head_dim 64 a third consumer has 64 more: they read K and V less often
+//   split keys     the blocks of a cluster have a tile's rows and each its share of the keys. Each leaves O_i, m_i and
+//                  l_i in its shared memory, and merges some rows of all blocks. Of a tile with several clusters the
+//                  last one to come merges theirs, through global memory
+//   softmax        rung 14's steps, and in long rows rung 15's lazy maximum
+//   lengths        how many keys a sequence has may be known in device memory alone. The last block of keys is whatever
+//                  the cache has behind them, too: such rows of V become zeros
+//   gaps           a row may not see all keys before its own: not those ahead of a window, nor padding, nor those whose
+//                  page is not in the pool. The first of a tile's blocks is masked as its last one is
+#pragma once
+#include <cuda_runtime.h>
+
+#include "../../task4/ladder/attention.cuh"
+#include "../../task4/ladder/hopper.cuh"
+#include "../../task4/ladder/softmax.cuh"
+#include "../../task4/ladder/warpgroup.cuh"
+#include "cluster_memory.cuh"
+#include "count.cuh"
+#include "dependent_launch.cuh"
+#include "lazy_maximum.cuh"
+#include "tensor_map.cuh"
+
+// A kernel has said whether there are GAPS, or pages.
+
+constexpr int B_c = 128, MOST_CONSUMERS = 3;
+constexpr int MOST_PARTS = 16;  // of a row that are merged at once: a cluster's blocks, or a tile's clusters
+
+enum NamedBarrier { MERGE = 1,     // K_j and V_j have been read
+                    COMPLETE = 2,  // the parts are, or the zeros behind the keys
+                    TURN = 3,      // TURN + w: consumer w may issue its products
+                    DECISION = TURN + MOST_CONSUMERS };  // DECISION + w: every warp of consumer w has voted
+
+struct Chunk {
+  CUtensorMap q_map, k_map, v_map;
+  Attention a;
+  int group, tokens, tiles;  // heads of a kv head, tokens of a tile, tiles of a kv head
+  int splits, clusters;      // blocks of a cluster, clusters of a tile
+  const int* seqlens_k;      // keys of each sequence, or null: all of kv_len
+  // With GAPS:
+  const int *leftpad_k = nullptr, *block_table = nullptr;  // keys to skip at the start of each sequence; its pages
+  int max_pages = 0, page_size = 0, pages = 0;             // of a sequence; keys of a page; of the pool, or sequences
+  int window = 0, box_bits = 7;                            // 0: no limit; 1 << box_bits keys are loaded at once
+  float* partial;            // [tile][cluster][B_r][head_dim], and behind all of them m, l: [tile][cluster][B_r][2]
+  int* counters;             // [tile][splits], 0 between launches
+};
+
+// B_r: 64 rows for each consumer; or 64 altogether, whose blocks of keys two consumers share.
+template <int D, int B_r>
+struct Shared {
+  static constexpr int CONSUMERS = B_r == 192 ? 3 : 2, THREADS = (1 + CONSUMERS) * WARPGROUP;
+  static constexpr int STAGES = D == 64 ? 6 : 3, SHARES = 64 * CONSUMERS / B_r;
+  static constexpr int PITCH = D + 8;  // of a row of parts: 8 rows' pairs are in different banks
+  alignas(1024) uint16_t Q[B_r * D];
+  union {
+    struct {
+      alignas(1024) uint16_t K[STAGES][B_c * D], V[STAGES][B_c * D];
+    };
+    struct {                          // when the last K_j and V_j have been read
+      float O[SHARES * B_r * PITCH];  // [share][row][PITCH]
+      float2 ml[SHARES * B_r];        // [share][row]
+    } parts;
+  };
+  // full: the buffer's contents have arrived. empty: all its readers are done
+  uint64_t q_full, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+  unsigned missing[STAGES];  // of K_j's boxes: bit i: the keys of box i are on no page
+  LazyFlags lazy[CONSUMERS];
+  bool last;  // of the tile's clusters
+};
+
+template <typename T, int D, int B_r>
+__global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const __grid_constant__ Chunk c) {
+  using Memory = Shared<D, B_r>;
+  constexpr int CONSUMERS = Memory::CONSUMERS, STAGES = Memory::STAGES, SHARES = Memory::SHARES;
+  const Attention& a = c.a;
+  extern __shared__ __align__(1024) uint8_t raw[];
+  auto& s = *reinterpret_cast<Memory*>(raw);
+
+  // Neighbours are tiles that read the same keys: an L2 request of one is the other's as well.
+  const int splits = c.splits, tile_of_head = blockIdx.x / splits, split = blockIdx.x - tile_of_head * splits;
+  const int kv_heads = gridDim.y / c.clusters, cluster = blockIdx.y / kv_heads;
+  const int kv_head = blockIdx.y - cluster * kv_heads, b = blockIdx.z;
+  const int nth = cluster * splits + split, of = c.clusters * splits;  // of the tile's blocks
+  const int token_0 = (c.tiles - 1 - tile_of_head) * c.tokens;         // causal: the longest rows first
+  const int rows = min(c.tokens, a.q_len - token_0) * c.group;          // of the tile that exist
+  const int each = ceil_div(rows, splits), own = max(0, min(each, rows - split * each));  // rows that this block merges
+
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // shuffled: the compiler sees it as warp-uniform
+  if (threadIdx.x == 0) {
+    for (const CUtensorMap* map : {&c.q_map, &c.k_map, &c.v_map}) tma_prefetch(map);
+    mbarrier_init(&s.q_full, 1);
+    constexpr int READERS = 4 * CONSUMERS / SHARES;  // warps
+    for (int i = 0; i < STAGES; ++i) {
+      mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], READERS);
+      mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], READERS);
+    }
+    mbarrier_init_fence();
+    for (LazyFlags& flags : s.lazy) flags = {};
+  }
+  // Where heads do not divide B_r a tile has rows that no query has. They are multiplied, so they are zeros.
+  const int held = c.tokens * c.group, unused = (B_r - held) * 8;  // rows; pieces of 16 bytes in 64 columns
+  for (int i = threadIdx.x; i < unused * (D / 64); i += blockDim.x) {
+    reinterpret_cast<uint4*>(s.Q + (i / unused * B_r + held) * 64)[i % unused] = uint4{};
+    fence_async_proxy();
+  }
+  __syncthreads();  // barriers initialised before any thread uses them
+
+  Ring<STAGES> k, v;
+  wait_for_the_launch_before();
+  const int keys = c.seqlens_k ? min(max(__ldcg(c.seqlens_k + b), 0), a.kv_len) : a.kv_len;
+  const auto visible = [&](int token) {  // of the keys, to this token
+    const int diagonal = token + keys - a.q_len + 1;
+    return a.causal ? min(max(diagonal, 0), keys) : keys;
+  };
+  const int skipped = GAPS && c.leftpad_k ? max(__ldcg(c.leftpad_k + b), 0) : 0;
+  const auto begins = [&](int token) {  // the first key that this token may see
+    return GAPS && c.window ? max(skipped, token + keys - a.q_len + 1 - c.window) : skipped;
+  };
+  const int last_token = token_0 + rows / c.group - 1, begin = GAPS ? min(begins(token_0), keys) : 0;
+  // Of K and V: the first block that some row sees, and how many there are
+  const int first_block = begin / B_c, all = max(0, ceil_div(visible(last_token), B_c) - first_block);
+  const int first = first_block + int64_t(all) * nth / of, end = first_block + int64_t(all) * (nth + 1) / of;
+
+  if (warpgroup == 0) {
+    registers_give<CONSUMERS == 2 ? 24 : 32>();
+    if constexpr (GAPS) {  // as below, by a warp whose lanes each load a box: some keys of a page, 64 columns
+      if (threadIdx.x >= 32 || first >= end) return;
+      constexpr int PARTS = D / 64;
+      const int lane = threadIdx.x, part = lane % PARTS, key = lane / PARTS << c.box_bits;  // of a block, its first one
+      const auto page_of = [&](int j) {  // of this lane's keys
+        if (!c.block_table) return b;
+        const int n = j * B_c + key;
+        return n < keys && j >= first ? __ldcg(c.block_table + int64_t(b) * c.max_pages + n / c.page_size) : -1;
+      };
+      const auto loads = [&] { return key < B_c; };
+      // A page outside of the pool is loaded as zeros.
+      const auto load = [&](uint16_t* block, const CUtensorMap& map, uint64_t* full, int j, int page) {
+        if (lane == 0) mbarrier_arrive_expect(full, B_c * D * sizeof(T));
+        __syncwarp();
+        if (!loads()) return;
+        uint16_t* to = block + (part * B_c + key) * 64;
+        const int row = c.block_table ? (j * B_c + key) % c.page_size : j * B_c + key;
+        if (c.tiles == 1) return load_box_once(to, &map, full, row, part, kv_head, page);
+        tma_load_box(to, &map, full, row, part, kv_head, page);
+      };
+      if (lane == 0) {
+        mbarrier_arrive_expect(&s.q_full, c.tokens * c.group * D * sizeof(T));
+        for (int i = 0; i < PARTS; ++i)
+          tma_load_box(s.Q + i * B_r * 64, &c.q_map, &s.q_full, kv_head * c.group, token_0, i, b);
+      }
+      int page[SHARES + 2] = {};  // of blocks j + SHARES to j - 1: their numbers take as long to come as keys do
+      page[SHARES] = page_of(end - 1), page[SHARES + 1] = page_of(end - 2);
+#pragma unroll 1
+      for (int j = end - 1; j >= first - SHARES; --j) {
+        if (j >= first) {
+          mbarrier_wait(&s.k_empty[k.index], k.parity ^ 1);
+          const unsigned missing = __ballot_sync(~0u, loads() && unsigned(page[SHARES]) >= unsigned(c.pages));
+          if (lane == 0) s.missing[k.index] = missing;
+          load(s.K[k.index], c.k_map, &s.k_full[k.index], j, page[SHARES]);
+          k.next();
+        }
+        if (j < end - SHARES) {
+          mbarrier_wait(&s.v_empty[v.index], v.parity ^ 1);
+          load(s.V[v.index], c.v_map, &s.v_full[v.index], j + SHARES, page[0]);
+          v.next();
+        }
+#pragma unroll
+        for (int i = 0; i <= SHARES; ++i) page[i] = page[i + 1];
+        page[SHARES + 1] = page_of(j - 2);
+      }
+      begin_the_next_launch();
+    } else if (threadIdx.x == 0 && first < end) {  // the producer
+      mbarrier_arrive_expect(&s.q_full, c.tokens * c.group * D * sizeof(T));
+      for (int part = 0; part < D / 64; ++part)
+        tma_load_box(s.Q + part * B_r * 64, &c.q_map, &s.q_full, kv_head * c.group, token_0, part, b);
+      const uint64_t policy = c.tiles == 1 ? EVICT_FIRST : EVICT_NORMAL;
+      // In the order of use: K, K V, K V, ..., V; where consumers share the keys, K, K, K V, ..., V, V
+      for (int j = end - 1; j >= first - SHARES; --j) {
+        if (j >= first) {
+          mbarrier_wait(&s.k_empty[k.index], k.parity ^ 1);
+          mbarrier_arrive_expect(&s.k_full[k.index], B_c * D * sizeof(T));
+          tma_load(s.K[k.index], &c.k_map, &s.k_full[k.index], j * B_c, kv_head, b, policy);
+          k.next();
+        }
+        if (j < end - SHARES) {
+          mbarrier_wait(&s.v_empty[v.index], v.parity ^ 1);
+          mbarrier_arrive_expect(&s.v_full[v.index], B_c * D * sizeof(T));
+          tma_load(s.V[v.index], &c.v_map, &s.v_full[v.index], (j + SHARES) * B_c, kv_head, b, policy);
+          v.next();
+        }
+      }
+      begin_the_next_launch();
+    }
+    return;
+  }
+
+  // ---- A consumer
+  registers_take<CONSUMERS == 2 ? 240 : 160>();
+  const int wg = warpgroup - 1, warp = threadIdx.x % WARPGROUP / 32;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int share = SHARES == 1 ? 0 : wg, row_w = SHARES == 1 ? wg * 64 : 0;  // of the keys; the first row
+  const int row = row_w + warp * 16 + g;                                      // of the tile
+  const float scale = a.scale * LOG2_E;
+
+  // Consumers alternate. While a consumer's products run, it computes its softmax, and the next consumer's products
+  // queue behind them.
+  const auto wait_for_turn = [&] { barrier_sync(TURN + wg, 2 * WARPGROUP); };
+  const auto pass_turn = [&] { barrier_arrive(TURN + (wg + 1) % CONSUMERS, 2 * WARPGROUP); };
+  if (wg == CONSUMERS - 1) pass_turn();  // consumer 0 begins
+
+  float S[B_c / 2], O_i[D / 2] = {}, l_i[2] = {}, rescale[2];  // row g: h = 0, row g + 8: h = 1
+  float m_i[2] = {-INFINITY, -INFINITY};
+  uint32_t P[B_c / 4];
+
+  const auto go_on = [](Ring<STAGES>& ring) {
+    for (int i = 0; i < SHARES; ++i) ring.next();
+  };
+  if (share == 1) k.next(), v.next();
+
+  int j = end - 1 - share;  // the first S has no P V_j beside it
+  if (j >= first) {
+    const auto sees = [&](int row) { return visible(token_0 + row / c.group); };
+    const int seen[2] = {sees(row) - 2 * t, sees(row + 8) - 2 * t};  // from this thread's first column on
+    const int whole = max(first, sees(row_w) / B_c);                 // all rows see all blocks before it
+    // And where the keys begin: of each row, from this thread's first column on; of all
+    const auto row_begins = [&](int row) { return begins(token_0 + row / c.group); };
+    const int unseen[2] = {row_begins(row) - 2 * t, row_begins(row + 8) - 2 * t};
+    const int gapless = ceil_div(begins(last_token), B_c);  // all rows see all keys from this block on
+    // Of block j, whose S is complete and which is in k's buffer: whether there are keys that a row before `seen` does
+    // not see, and S without these.
+    const auto has_gaps = [&](int j) { return GAPS && (j < gapless || s.missing[k.index]); };
+    const auto mask_gaps = [&](int j) {
+      if (!has_gaps(j)) return;
+      keep_here(S);
+      const unsigned missing = s.missing[k.index];
+#pragma unroll
+      for (int i = 0; i < B_c / 2; ++i) {
+        const int column = i / 4 * 8 + i % 2, h = i / 2 % 2;
+        if (column < unseen[h] - j * B_c || missing >> (column >> c.box_bits) * (D / 64) & 1) S[i] = -INFINITY;
+      }
+    };
+    // Ahead of the first key that a row sees, and behind the last, V may be anything, and 0 times that has to be 0.
+    const auto clear_V = [&](int j) {
+      const int ahead = GAPS ? max(0, begin - j * B_c) : 0, keys_until = min(B_c, keys - j * B_c);
+      if (!(c.seqlens_k && keys_until < B_c) && ahead == 0) return;
+      mbarrier_wait(&s.v_full[v.index], v.parity);
+      constexpr int READERS = SHARES == 1 ? CONSUMERS * WARPGROUP : WARPGROUP, OF_ROW = 8;  // pieces of 16 bytes
+      const auto clear = [&](int from, int to) {
+        const int pieces = (to - from) * OF_ROW;
+        for (int i = (threadIdx.x - WARPGROUP) % READERS; i < pieces * (D / 64); i += READERS)
+          reinterpret_cast<uint4*>(s.V[v.index] + (i / pieces * B_c + from) * 64)[i % pieces] = uint4{};
+      };
+      if (GAPS && ahead) clear(0, ahead);
+      clear(keys_until, B_c);
+      fence_async_proxy();
+      barrier_sync(SHARES == 1 ? COMPLETE : DECISION + wg, READERS);
+    };
+
+    mbarrier_wait(&s.q_full, 0);
+    mbarrier_wait(&s.k_full[k.index], k.parity);
+    wait_for_turn();
+    begin_S<T, D, B_r, B_c>(S, s.Q + row_w * 64, s.K[k.index]);
+    pass_turn();
+    wgmma_wait<0>();
+    mask_gaps(j);
+    arrive_as_warp(&s.k_empty[k.index]);  // S is complete: K_j has been read
+    go_on(k);
+    softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});
+    pack_P<T, B_c>(P, S);
+    clear_V(j);
+
+    // Each further S beside the P V_j of the previous block: S is complete first, and its softmax runs beside P V_j
+    const auto begin_step = [&] {
+      mbarrier_wait(&s.k_full[k.index], k.parity);
+      wait_for_turn();
+      begin_S<T, D, B_r, B_c>(S, s.Q + row_w * 64, s.K[k.index]);
+      mbarrier_wait(&s.v_full[v.index], v.parity);
+      begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);
+      pass_turn();
+      wgmma_wait<1>();
+    };
+    const auto end_PV = [&] {
+      finish_PV(O_i, P);
+      arrive_as_warp(&s.v_empty[v.index]);  // O_i is complete: V_j has been read
+      go_on(v);
+    };
+    const auto masked_step = [&] {
+      begin_step();
+      mask_gaps(j);
+      arrive_as_warp(&s.k_empty[k.index]);
+      go_on(k);
+      softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});
+      end_PV();
+      rescale_O<D>(O_i, rescale);
+      pack_P<T, B_c>(P, S);
+      if (GAPS) clear_V(j);
+    };
+    j -= SHARES;
+    if (!GAPS) {
+      for (; j >= whole; j -= SHARES) masked_step();
+    }
+    // As in rung 14. change(shift) may move the new maxima.
+    const auto step = [&](auto change) {
+      using As = Order<D>;
+      const bool negative = As::MAXIMA == Maxima::INTEGERS && some_negative(m_i);
+      float sum[2][2] = {}, shift[2];
+      begin_step();
+      new_maxima<As::MAXIMA, B_c>(S, m_i, rescale, shift, scale, negative);
+      change(shift);
+      if (As::L_FIRST) sum[0][0] = l_i[0] * rescale[0], sum[1][0] = l_i[1] * rescale[1];
+      exponentials<0, As::BEFORE, B_c>(S, sum, shift, scale);
+      arrive_after(&s.k_empty[k.index], sum[As::BEFORE > B_c / 4][1]);
+      go_on(k);
+      end_PV();
+      exponentials<As::BEFORE, B_c / 2, B_c>(S, sum, shift, scale);
+      for (int h = 0; h < 2; ++h)
+        l_i[h] = As::L_FIRST ? sum[h][0] + sum[h][1] : l_i[h] * rescale[h] + sum[h][0] + sum[h][1];
+      rescale_O<D>(O_i, rescale);
+      pack_P<T, B_c>(P, S);
+    };
+    const auto no_change = [](float (&)[2]) {};
+    if constexpr (SHARES == 1 && !GAPS) {  // few rows wait for the memory
+      using Lazy = LazyMaximum<T, D, B_r, B_c>;
+      Lazy lazy{s.lazy[wg], DECISION + wg, end - first, scale};
+      // The last step with maxima decides whether lazy ones follow.
+      const int deciding = j + 1 - (a.causal ? Lazy::EXACT_CAUSAL : Lazy::EXACT);
+      if (lazy.blocks >= Lazy::ENOUGH && deciding > first) {
+#pragma unroll 1
+        for (; j > deciding; --j) step(no_change);
+        const auto keys_until = [&](int h) { return min(seen[h] + 2 * t, end * B_c) - (j + 1) * B_c; };
+        float limit[2];
+        lazy.limit_P(limit, l_i, {keys_until(0), keys_until(1)}, a.causal);
+        bool on = false;
+        step([&](float (&shift)[2]) {
+          for (int h = 0; h < 2; ++h) lazy.shift[h] = shift[h];
+          on = lazy.decide(limit, rescale);
+          for (int h = 0; h < 2; ++h) shift[h] = lazy.shift[h];
+        });
+        --j;
+#pragma unroll 1
+        for (bool more = on; j >= first && more; --j) {
+          begin_step();
+          const auto computed = [&](float x) {
+            arrive_after(&s.k_empty[k.index], x);
+            go_on(k);
+            end_PV();
+          };
+          more = lazy.step(S, P, O_i, l_i, j, computed, [&] {
+            recompute_S<T, D, B_r, B_c>(S, s.Q + row * 64,
+                                        a.k_head<T>(b, kv_head * c.group) + int64_t(j) * B_c * a.k_strides.row,
+                                        a.k_strides.row);
+          });
+        }
+        if (on)
+          for (int h = 0; h < 2; ++h) m_i[h] = __fdividef(lazy.shift[h], scale);
+      }
+    }
+#pragma unroll 1
+    for (; j >= first; j -= SHARES) {
+      if (GAPS) mbarrier_wait(&s.k_full[k.index], k.parity);  // then `missing` is known
+      if (GAPS && (j >= whole || has_gaps(j))) {
+        masked_step();
+      } else {
+        step(no_change);
+      }
+    }
+
+    mbarrier_wait(&s.v_full[v.index], v.parity);
+    begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);
+    finish_PV(O_i, P);
+  }
+  if (share == 1 && (end - first) % 2 == 1) wait_for_turn(), pass_turn();  // the other has had one turn more
+  if (wg == 0) wait_for_turn();  // the last consumer's last pass_turn(): no barrier is left with arrivals
+
+  // ---- The parts
+  constexpr int PITCH = Memory::PITCH, MERGERS = CONSUMERS * WARPGROUP;
+  const int thread = threadIdx.x - WARPGROUP;
+  barrier_sync(MERGE, MERGERS);  // the parts take the place of K_j and V_j
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int r = share * B_r + row + 8 * h;
+    float l = l_i[h];
+    l += __shfl_xor_sync(~0u, l, 1), l += __shfl_xor_sync(~0u, l, 2);
+    if (t == 0) s.parts.ml[r] = make_float2(m_i[h], l);
+#pragma unroll
+    for (int i = 0; i < D / 8; ++i)
+      *reinterpret_cast<float2*>(&s.parts.O[r * PITCH + 8 * i + 2 * t]) =
+          make_float2(O_i[4 * i + 2 * h], O_i[4 * i + 2 * h + 1]);
+  }
+
+  // Merges `parts` parts of `rows` rows, whose m and l are ml_of(n, r), and columns e to e + 3 O_of(n, r, e): zeros, or
+  // any part's, for the few n from `parts` on. Eight threads share a row; use(r, m and l, O) gets column
+  // 4 (thread % 8 + 8 u) and the three behind it in O[u].
+  constexpr int OF_ROW = 8, QUADS = D / 4 / OF_ROW, AT_ONCE = 4;  // AT_ONCE: parts whose loads are on the way together
+  const auto merge = [&](int rows, int parts, auto ml_of, auto O_of, auto use) {
+    const int lane_of_row = thread % OF_ROW;
+#pragma unroll 1
+    for (int r_0 = thread / 32 * 4; r_0 < rows; r_0 += MERGERS / OF_ROW) {
+      const int r_of_thread = r_0 + thread % 32 / OF_ROW, r = min(r_of_thread, rows - 1);
+      float m = -INFINITY, l = 0.0f;
+      float weight[MOST_PARTS / OF_ROW], l_of[MOST_PARTS / OF_ROW];  // of parts lane_of_row and lane_of_row + 8
+#pragma unroll
+      for (int i = 0; i < MOST_PARTS / OF_ROW; ++i) {
+        const int n = lane_of_row + i * OF_ROW;
+        const float2 ml = n < parts ? ml_of(n, r) : make_float2(-INFINITY, 0.0f);
+        m = fmaxf(m, ml.x), weight[i] = ml.x, l_of[i] = ml.y;
+      }
+      for (int lane = 1; lane < OF_ROW; lane *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, lane));
+      const float shift = m == -INFINITY ? 0.0f : m * scale;
+#pragma unroll
+      for (int i = 0; i < MOST_PARTS / OF_ROW; ++i) {
+        weight[i] = fast_exp2(fmaf(weight[i], scale, -shift));
+        l = fmaf(weight[i], l_of[i], l);
+      }
+      for (int lane = 1; lane < OF_ROW; lane *= 2) l += __shfl_xor_sync(~0u, l, lane);
+      float4 O[QUADS] = {};
+#pragma unroll 1
+      for (int n_0 = 0; n_0 < parts; n_0 += AT_ONCE) {
+        float4 part[AT_ONCE][QUADS];
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) {
+#pragma unroll
+          for (int u = 0; u < QUADS; ++u)
+            part[n][u] = O_of(n_0 + n, r, 4 * (lane_of_row + OF_ROW * u));
+        }
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) {
+          const float w = __shfl_sync(~0u, n_0 < OF_ROW ? weight[0] : weight[1], (n_0 + n) % OF_ROW, OF_ROW);
+          if (n_0 + n >= parts) continue;
+#pragma unroll
+          for (int u = 0; u < QUADS; ++u) {
+            O[u].x = fmaf(w, part[n][u].x, O[u].x), O[u].y = fmaf(w, part[n][u].y, O[u].y);
+            O[u].z = fmaf(w, part[n][u].z, O[u].z), O[u].w = fmaf(w, part[n][u].w, O[u].w);
+          }
+        }
+      }
+      __syncwarp();  // threads past the last row have read it, which use() may write
+      if (r_of_thread < rows) use(r, make_float2(m, l), O);
+    }
+  };
+  const int e_0 = 4 * (thread % OF_ROW);
+  const auto write = [&](int r, float2 ml, const float4(&O)[QUADS]) {
+    const int r_of_tile = split * each + r, token = r_of_tile / c.group, head = r_of_tile - token * c.group;
+    T* out = a.out_head<T>(b, kv_head * c.group + head) + int64_t(token_0 + token) * a.out_strides.row + e_0;
+    const float factor = ml.y == 0.0f ? 0.0f : 1.0f / ml.y;
+#pragma unroll
+    for (int u = 0; u < QUADS; ++u)
+      *reinterpret_cast<uint2*>(out + 4 * OF_ROW * u) =
+          make_uint2(pack<T>(O[u].x * factor, O[u].y * factor), pack<T>(O[u].z * factor, O[u].w * factor));
+  };
+  // In global memory: [tile][cluster][row of the tile][column], and behind all of them m, l.
+  const int64_t tile = (int64_t(b) * kv_heads + kv_head) * c.tiles + tile_of_head;
+  const auto slot = [&](int n, int r) { return (tile * c.clusters + n) * B_r + split * each + r; };
+  float2* global_ml = reinterpret_cast<float2*>(c.partial + int64_t(gridDim.z) * gridDim.y * c.tiles * B_r * D);
+  // Of this block's rows, all that the cluster has.
+  const auto complete = [&](int r, float2 ml, const float4(&O)[QUADS]) {
+    if (c.clusters == 1) return write(r, ml, O);
+    float4* to = reinterpret_cast<float4*>(&c.partial[slot(cluster, r) * D + e_0]);
+#pragma unroll
+    for (int u = 0; u < QUADS; ++u) __stcg(to + OF_ROW * u, O[u]);
+    if (e_0 == 0) __stcg(&global_ml[slot(cluster, r)], ml);
+  };
+  const auto own_ml = [&](int share, int r) { return s.parts.ml[share * B_r + r]; };
+  const auto own_O = [&](int share, int r, int e) {
+    return *reinterpret_cast<const float4*>(&s.parts.O[(share % SHARES * B_r + r) * PITCH + e]);
+  };
+  if (splits == 1 || SHARES > 1) barrier_sync(COMPLETE, MERGERS);
+  if (splits == 1) {
+    merge(rows, SHARES, own_ml, own_O, complete);
+  } else {
+    if (SHARES > 1)
+      merge(rows, SHARES, own_ml, own_O, [&](int r, float2 ml, const float4(&O)[QUADS]) {
+#pragma unroll
+        for (int u = 0; u < QUADS; ++u)
+          *reinterpret_cast<float4*>(&s.parts.O[r * PITCH + e_0 + 4 * OF_ROW * u]) = O[u];
+        if (e_0 == 0) s.parts.ml[r] = ml;
+      });
+    __syncwarp();
+    arrive_in_cluster(), wait_for_cluster();  // all blocks' parts are complete
+    const auto ml_of = [&](int n, int r) { return load_from(n, &s.parts.ml[split * each + r]); };
+    const auto O_of = [&](int n, int r, int e) {
+      return load_from(n, reinterpret_cast<const float4*>(&s.parts.O[(split * each + r) * PITCH + e]), n < splits);
+    };
+    merge(own, splits, ml_of, O_of, complete);
+    __syncwarp();
+    start_in_cluster();  // the other blocks' parts have been read
+  }
+  if (c.clusters > 1) {
+    barrier_sync(MERGE, MERGERS);
+    if (thread == 0) {
+      int* counter = &c.counters[tile * splits + split];
+      s.last = add_acquire_release(counter, 1) == c.clusters - 1;
+      if (s.last) *counter = 0;  // for the next launch
+    }
+    barrier_sync(MERGE, MERGERS);
+    if (s.last) {
+      const auto ml_of = [&](int n, int r) { return __ldcg(&global_ml[slot(n, r)]); };
+      const auto O_of = [&](int n, int r, int e) {
+        return __ldcg(reinterpret_cast<const float4*>(&c.partial[slot(min(n, c.clusters - 1), r) * D + e]));
+      };
+      merge(own, c.clusters, ml_of, O_of, write);
+    }
+  }
+  __syncwarp();
+  if (splits > 1) wait_for_cluster();  // a block's memory is there until the others have read it
+}
+
+// q in boxes of 64 columns of all heads of a group: [token][head][64].
+template <typename T>
+static cudaError_t make_packed_map(CUtensorMap* map, const Attention& a, int group, int tokens) {
+  const cuuint64_t sizes[5] = {64, cuuint64_t(a.heads), cuuint64_t(a.q_len), cuuint64_t(a.head_dim / 64),
+                               cuuint64_t(a.batch)};
+  const cuuint64_t pitches[4] = {pitch_of<T>(a.q_strides.head, a.heads), pitch_of<T>(a.q_strides.row, a.q_len), 128,
+                                 pitch_of<T>(a.q_strides.batch, a.batch)};
+  return make_box_map<T>(map, a.q, sizes, pitches, {64, cuuint32_t(group), cuuint32_t(tokens), 1, 1});
+}
+
+template <typename T, int D, int B_r>
+static cudaError_t launch(Chunk& c, cudaStream_t stream) {
+  const Attention& a = c.a;
+  constexpr auto kernel = chunk_kernel<T, D, B_r>;
+  constexpr int bytes = sizeof(Shared<D, B_r>);
+  static_assert(bytes <= 227 * 1024, "a block has at most 227 KiB of shared memory");
+  c.tokens = B_r / c.group;
+  c.tiles = ceil_div(a.q_len, c.tokens);
+  cudaError_t error;
+  if ((error = make_packed_map<T>(&c.q_map, a, c.group, c.tokens))) return error;
+  if ((error = allow_shared_memory<kernel, bytes>())) return error;
+  const dim3 grid(c.splits * c.tiles, c.clusters * a.kv_heads, a.batch);
+  return launch_kernel<Chunk>(kernel, grid, Shared<D, B_r>::THREADS, bytes, stream, c, c.splits);
+}
+
+template <typename T, int D>
+static cudaError_t launch(Chunk& c, int rows, cudaStream_t stream) {
+  c.group = c.a.heads / c.a.kv_heads;
+  if (rows == 64) return launch<T, D, 64>(c, stream);
+  if (rows == 128) return launch<T, D, 128>(c, stream);
+  if constexpr (D == 64 && !GAPS) {
+    if (rows == 192) return launch<T, D, 192>(c, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <typename T>
+static cudaError_t launch(Chunk& c, int rows, const View& k, const View& v, cudaStream_t stream) {
+  const int keys = 1 << c.box_bits, columns = GAPS ? 64 : c.a.head_dim;  // of a box
+  cudaError_t error;
+  if ((error = make_rows_map<T>(&c.k_map, k, keys, columns))) return error;
+  if ((error = make_rows_map<T>(&c.v_map, v, keys, columns))) return error;
+  if (c.a.head_dim == 64) return launch<T, 64>(c, rows, stream);
+  if (c.a.head_dim == 128) return launch<T, 128>(c, rows, stream);
+  return cudaErrorInvalidValue;
+}
+
+// rows: of a tile; 64, 128, or with head_dim 64 and without GAPS 192. c has what is not named here.
+static cudaError_t launch(Chunk& c, View q, View k, View v, View out, const int* seqlens_k, float scale, int causal,
+                          int rows, int splits, int clusters, float* partial, int* counters, int dtype,
+                          cudaStream_t stream) {
+  c.a = make_attention(q, k, v, out, nullptr, scale, causal), c.seqlens_k = seqlens_k;
+  if (c.block_table) c.a.kv_len = c.max_pages * c.page_size;
+  c.splits = splits, c.clusters = clusters, c.partial = partial, c.counters = counters;
+  if (dtype == FLOAT16) return launch<__half>(c, rows, k, v, stream);
+  if (dtype == BFLOAT16) return launch<__nv_bfloat16>(c, rows, k, v, stream);
+  return cudaErrorInvalidValue;
+}
