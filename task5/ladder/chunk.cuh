@@ -135,48 +135,52 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
     registers_give<CONSUMERS == 2 ? 24 : 32>();
     if constexpr (GAPS) {  // as below, by a warp whose lanes each load a box: some keys of a page, 64 columns
       if (threadIdx.x >= 32 || first >= end) return;
-      constexpr int PARTS = D / 64;
+      constexpr int PARTS = D / 64, OF_BLOCK = B_c / 16, HELD = 32 / OF_BLOCK;
       const int lane = threadIdx.x, part = lane % PARTS, key = lane / PARTS << c.box_bits;  // of a block, its first one
-      const auto page_of = [&](int j) {  // of this lane's keys
+      // Each lane has the number of a page: of 16 keys of HELD blocks, j and those ahead of it; and of the HELD next ones.
+      const auto number = [&](int j) {
+        const int block = j - lane / OF_BLOCK, n = block * B_c + lane % OF_BLOCK * 16;
         if (!c.block_table) return b;
-        const int n = j * B_c + key;
-        return n < keys && j >= first ? __ldcg(c.block_table + int64_t(b) * c.max_pages + n / c.page_size) : -1;
+        return block >= first && n < keys ? __ldcg(c.block_table + int64_t(b) * c.max_pages + n / c.page_size) : -1;
       };
-      const auto loads = [&] { return key < B_c; };
-      // A page outside of the pool is loaded as zeros.
-      const auto load = [&](uint16_t* block, const CUtensorMap& map, uint64_t* full, int j, int page) {
+      int now = 0, next = number(end - 1);
+      const bool loads = key < B_c;
+      struct Place {
+        int row, page;  // a page outside of the pool is loaded as zeros
+      } at[SHARES + 1] = {};  // of this lane's keys of blocks j + SHARES to j
+      const auto load = [&](uint16_t* block, const CUtensorMap& map, uint64_t* full, Place from) {
         if (lane == 0) mbarrier_arrive_expect(full, B_c * D * sizeof(T));
         __syncwarp();
-        if (!loads()) return;
+        if (!loads) return;
         uint16_t* to = block + (part * B_c + key) * 64;
-        const int row = c.block_table ? (j * B_c + key) % c.page_size : j * B_c + key;
-        if (c.tiles == 1) return load_box_once(to, &map, full, row, part, kv_head, page);
-        tma_load_box(to, &map, full, row, part, kv_head, page);
+        if (c.tiles == 1) return load_box_once(to, &map, full, from.row, part, kv_head, from.page);
+        tma_load_box(to, &map, full, from.row, part, kv_head, from.page);
       };
       if (lane == 0) {
         mbarrier_arrive_expect(&s.q_full, c.tokens * c.group * D * sizeof(T));
         for (int i = 0; i < PARTS; ++i)
           tma_load_box(s.Q + i * B_r * 64, &c.q_map, &s.q_full, kv_head * c.group, token_0, i, b);
       }
-      int page[SHARES + 2] = {};  // of blocks j + SHARES to j - 1: their numbers take as long to come as keys do
-      page[SHARES] = page_of(end - 1), page[SHARES + 1] = page_of(end - 2);
 #pragma unroll 1
       for (int j = end - 1; j >= first - SHARES; --j) {
+        const int of_held = (end - 1 - j) % HELD, row = j * B_c + key;
+        if (of_held == 0) now = next, next = number(j - HELD);
+        const int page = __shfl_sync(~0u, now, of_held * OF_BLOCK + key / 16);
+        at[SHARES] = {c.block_table ? row % c.page_size : row, page};
         if (j >= first) {
           mbarrier_wait(&s.k_empty[k.index], k.parity ^ 1);
-          const unsigned missing = __ballot_sync(~0u, loads() && unsigned(page[SHARES]) >= unsigned(c.pages));
+          const unsigned missing = __ballot_sync(~0u, loads && unsigned(page) >= unsigned(c.pages));
           if (lane == 0) s.missing[k.index] = missing;
-          load(s.K[k.index], c.k_map, &s.k_full[k.index], j, page[SHARES]);
+          load(s.K[k.index], c.k_map, &s.k_full[k.index], at[SHARES]);
           k.next();
         }
         if (j < end - SHARES) {
           mbarrier_wait(&s.v_empty[v.index], v.parity ^ 1);
-          load(s.V[v.index], c.v_map, &s.v_full[v.index], j + SHARES, page[0]);
+          load(s.V[v.index], c.v_map, &s.v_full[v.index], at[0]);
           v.next();
         }
 #pragma unroll
-        for (int i = 0; i <= SHARES; ++i) page[i] = page[i + 1];
-        page[SHARES + 1] = page_of(j - 2);
+        for (int i = 0; i < SHARES; ++i) at[i] = at[i + 1];
       }
       begin_the_next_launch();
     } else if (threadIdx.x == 0 && first < end) {  // the producer
