@@ -103,24 +103,27 @@ def decode_attention(
     )
     page_size = None if block_table is None else k.shape[1]
     lengths = 1 if seqlens_k is None and leftpad_k is None else batch
+    seen = kv_len if window is None else min(kv_len, window + q_len - 1)  # of a sequence, at most
     choice = Choice(rung, new_keys is not None)
     if rung is None:
         if (
             not batch_invariant
             and fits(batch, heads, kv_heads)
-            and is_faster_as_a_chunk(call, batch * kv_heads, kv_len, lengths)
+            and is_faster_as_a_chunk(
+                call, batch * kv_heads, seen, page_size=page_size, lengths=lengths
+            )
         ):
             return chunk_attention(
                 q, k, v, causal=True, scale=scale, seqlens_k=seqlens_k, leftpad_k=leftpad_k,
                 block_table=block_table, window=window,
             )  # fmt: skip
         choice = fastest(
-            call, batch * kv_heads, kv_len, batch_invariant=batch_invariant, page_size=page_size,
+            call, batch * kv_heads, seen, batch_invariant=batch_invariant, page_size=page_size,
             promised=new_keys is not None, lengths=lengths,
         )  # fmt: skip
     if not choice.ahead:
         new_keys = None
-    work = plan(call, batch, kv_heads, kv_len, batch_invariant, choice.rung, choice.every_other_sm)
+    work = plan(call, batch, kv_heads, seen, batch_invariant, choice.rung, choice.every_other_sm)
     partial, counters = None, None
     if work.floats:
         partial, counters = workspace(q.device, work.floats, work.counters)

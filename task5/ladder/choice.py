@@ -32,7 +32,9 @@ SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest,
 # where kv heads are more than SMs: up to how many rows two reads by rung 11 are faster than one by rung 5.
 ONE_READ_BYTES, ROWS_OF_TWO_READS = 35e6, 48
 MORE_UNEVEN_BYTES = 100e6  # as UNEVEN_BYTES, where a call takes rung 11
-CHUNK_BYTES = 25e6  # of 17 to 32 rows: K and V from which on chunk_attention is faster
+# Of 17 to 32 rows: K and V from which on chunk_attention is faster, in pages of a multiple of so many keys. Of more: up
+# to which keys, counted for each 16 rows, pairs of 16 are.
+CHUNK_BYTES, CHUNK_PAGE, KEYS_OF_PAIRS = 25e6, 64, 60_000
 # Keys of all kv heads, head_dim 128 or twice as many of 64. Where every other SM is no longer as fast as all of them,
 # with the promise, and without it; and of more than 16 rows, where loading ahead of the wait stops to pay.
 FEW_KEYS, MOST_KEYS, MEDIUM_KEYS = 20_000, 1 << 18, 40_000
@@ -53,17 +55,27 @@ class Choice(NamedTuple):
     every_other_sm: bool = False  # its blocks leave the other SMs to those of the launch behind it
 
 
-def is_faster_as_a_chunk(call: Call, heads: int, kv_len: int, lengths: int = 1) -> bool:
-    """Whether chunk_attention takes less time: of more than 32 rows always, of more than 16 with long caches.
+def is_faster_as_a_chunk(
+    call: Call, heads: int, kv_len: int, *, page_size: int | None = None, lengths: int = 1
+) -> bool:
+    """Whether chunk_attention takes less time: of more than 16 rows, unless keys are few, or pages small.
 
-    It has no pages and no window, and as many blocks for each sequence: not for up to 32 rows where lengths decide.
-    Arguments are those of :func:`fastest`.
+    It has as many blocks for each sequence: not for up to 32 rows where lengths decide. Arguments are those of
+    :func:`fastest`.
     """
     if not call.hopper or call.item_size == 4 or call.head_dim == 256 or call.rows <= ROWS:
         return False
+    if call.rows > 2 * ROWS:
+        return not _has_few_keys(call, heads, kv_len)
     bytes_ = 2 * heads * kv_len * call.head_dim * call.item_size
     uneven = 2 <= lengths <= MOST_SEQUENCES and bytes_ >= MORE_UNEVEN_BYTES
-    return call.rows > 2 * ROWS or (bytes_ >= CHUNK_BYTES and not uneven)
+    return bytes_ >= CHUNK_BYTES and not uneven and (page_size or 0) % CHUNK_PAGE == 0
+
+
+def _has_few_keys(call: Call, heads: int, kv_len: int) -> bool:
+    """Whether pairs of 16 rows take less time for more than 32 rows: the keys that each of them reads come from L2."""
+    pairs = heads * -(-call.rows // ROWS)
+    return pairs <= 2 * call.sms and pairs * kv_len * call.head_dim // 128 < KEYS_OF_PAIRS
 
 
 def fastest(
@@ -275,30 +287,33 @@ def _fastest_of_float32(
 def _fastest_of_many_rows(
     call: Call, heads: int, kv_len: int, batch_invariant: bool, promised: bool
 ) -> Choice:
-    """The fastest of more than 16 rows: rung 11; of few keys, two pairs of up to 16; of many kv heads, rung 5.
+    """The fastest of more than 16 rows: rung 11; of few keys, pairs of up to 16; of many kv heads, rung 5.
 
     Of two pairs of each kv head the keys are asked for twice, at neighbouring blocks.
     """
-    sms = call.sms
+    sms, pairs = call.sms, heads * -(-call.rows // ROWS)
     if call.head_dim == 256:
         return Choice(KEYS_AS_ROWS)
     if call.two_tiles:
         if heads > sms and not batch_invariant:
             return Choice(KEYS_AS_ROWS)
         one_read = not batch_invariant and _one_read_pays(call, heads, kv_len)
+    elif not batch_invariant and _has_few_keys(call, heads, kv_len):
+        one_read = False
     else:  # rung 5 reads the keys once for 64 rows, and 11 twice
         one_read = batch_invariant or heads <= sms or not ROWS_OF_TWO_READS < call.rows <= 64
         if not one_read:
             return Choice(KEYS_AS_ROWS)
     if one_read:
-        pairs = heads * -(-call.rows // (2 * ROWS))
-        on_most_sms = pairs >= sms or are_on_most_sms(call, pairs, power_of_two(sms // pairs))
+        of_more_rows = heads * -(-call.rows // (2 * ROWS))
+        blocks = power_of_two(sms // of_more_rows)
+        on_most_sms = of_more_rows >= sms or are_on_most_sms(call, of_more_rows, blocks)
         return Choice(MORE_ROWS, promised and on_most_sms and call.head_dim == 128)
-    early = promised and 2 * heads * kv_len * call.head_dim // 128 < MEDIUM_KEYS
-    if 2 * heads <= sms and is_spread(call, 2 * heads, kv_len):
+    early = promised and pairs * kv_len * call.head_dim // 128 < MEDIUM_KEYS
+    if pairs <= sms and is_spread(call, pairs, kv_len):
         return Choice(4, early)
-    eight = 2 * heads <= sms or batch_invariant
-    return Choice(EIGHT_WARPS if eight and 2 * heads * kv_len >= 32 * SHORT_CACHE else 4, early)
+    eight = pairs <= sms or batch_invariant
+    return Choice(EIGHT_WARPS if eight and pairs * kv_len >= 32 * SHORT_CACHE else 4, early)
 
 
 def _one_read_pays(call: Call, heads: int, kv_len: int) -> bool:

@@ -99,8 +99,10 @@ HALF, AHEAD = {"every_other_sm": True}, {"ahead": True}
         (67, 512, {"rows": 32}, 4, {}),
         (67, 1100, {"rows": 32}, MORE_ROWS, {}),
         (133, 4096, {"rows": 32}, KEYS_AS_ROWS, {}),
-        (8, 512, {"rows": 33}, MORE_ROWS, AHEAD),
-        (8, 512, {"rows": 99, "head_dim": 64}, MORE_ROWS, {}),
+        (8, 2512, {"rows": 33}, MORE_ROWS, AHEAD),
+        (8, 2512, {"rows": 99, "head_dim": 64}, MORE_ROWS, {}),
+        (8, 512, {"rows": 33}, 4, AHEAD),
+        (8, 512, {"rows": 99, "head_dim": 64}, 4, AHEAD),
         (133, 4096, {"rows": 64}, KEYS_AS_ROWS, {}),  # one read for all rows
         (133, 4096, {"rows": 48}, MORE_ROWS, AHEAD),
         (133, 4096, {"rows": 65}, MORE_ROWS, AHEAD),
@@ -195,12 +197,27 @@ def test_lengths_that_may_differ_decide(h200):
     assert fastest(h200(dtype=2), 144, 8192, promised=True, lengths=18) == Choice(deep)
 
 
-def test_many_rows_are_faster_as_a_chunk(h200):
-    def chunk(heads, kv_len, rows, lengths=1, **shape):
-        call = h200(**{"dtype": 2, "rows": rows} | shape)
-        return is_faster_as_a_chunk(call, heads, kv_len, lengths)
+def test_pairs_of_16_of_many_rows(h200):
+    """Where keys are few, or batch-invariant ones are 17 to 32."""
 
-    assert chunk(1, 100, 33) and chunk(99, 99_999, 128, lengths=3)
+    def rung(heads, kv_len, rows, **options):
+        return fastest(h200(dtype=2, rows=rows), heads, kv_len, **options).rung
+
+    assert rung(8, 500, 64) == 4 and rung(8, 1500, 64) == EIGHT_WARPS
+    assert rung(60, 200, 64) == 4  # more pairs than SMs
+    assert rung(8, 2000, 64) == rung(8, 500, 64, batch_invariant=True) == MORE_ROWS
+
+
+def test_many_rows_are_faster_as_a_chunk(h200):
+    def chunk(heads, kv_len, rows, lengths=1, page_size=None, **shape):
+        call = h200(**{"dtype": 2, "rows": rows} | shape)
+        return is_faster_as_a_chunk(call, heads, kv_len, lengths=lengths, page_size=page_size)
+
+    assert chunk(1, 20_000, 33) and chunk(99, 99_999, 128, lengths=3)
+    assert not chunk(1, 19_999, 33) and not chunk(2, 14_000, 64, head_dim=64, page_size=16)
+    assert chunk(90, 100, 33) and not chunk(88, 100, 33)  # more pairs than two for each SM
+    assert chunk(1, 20_000, 64, page_size=16) and chunk(8, 8192, 32, page_size=64)
+    assert not chunk(8, 8192, 32, page_size=16) and not chunk(8, 8192, 32, page_size=96)
     assert chunk(8, 8192, 32) and not chunk(8, 4096, 32)  # 34 and 17 MB
     assert chunk(8, 16384, 17, lengths=8) and not chunk(8, 32768, 17, lengths=8)
     assert chunk(8, 32768, 17, lengths=129)
