@@ -107,8 +107,8 @@ def _chunk(rng, device, split):
     return got, attention_float64(q, k, v, causal=True), attention_pytorch(q, k, v, causal=True)
 
 
-def _decode_as_a_chunk(rng, device):
-    """Behind a sequence's keys there is anything."""
+def _decode_as_a_chunk(rng, device, paged=False):
+    """Behind a sequence's keys there is anything. In pages of 32, the last one first."""
     lengths = [600, 130]
     q, k, v = (
         rng.randn(2, n, h, 64, dtype=torch.float16) for n, h in ((5, 16), (640, 2), (640, 2))
@@ -117,7 +117,12 @@ def _decode_as_a_chunk(rng, device):
         k[b, n:] = v[b, n:] = torch.nan
     given = (t.to(device) for t in (q, k, v, torch.tensor(lengths, dtype=torch.int32)))
     q_there, k_there, v_there, lengths_there = given
-    got = chunk_attention(q_there, k_there, v_there, causal=True, seqlens_k=lengths_there)
+    options = dict(causal=True, seqlens_k=lengths_there)
+    if paged:
+        k_there, v_there = (t.view(40, 32, 2, 64).flip(0) for t in (k_there, v_there))
+        pages = torch.arange(39, -1, -1, dtype=torch.int32, device=device)
+        options["block_table"] = pages.view(2, 20)
+    got = chunk_attention(q_there, k_there, v_there, **options)
 
     def of_each(attention):
         return torch.cat(
@@ -270,6 +275,7 @@ KERNELS = {
             "chunk": partial(_chunk, split=None),
             "chunk, clusters": partial(_chunk, split=(2, 2)),
             "decode as a chunk": _decode_as_a_chunk,
+            "decode as a chunk, pages": partial(_decode_as_a_chunk, paged=True),
         }
         if THEY_RUN
         else {}

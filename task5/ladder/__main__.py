@@ -38,7 +38,14 @@ PREFILL_SOURCES = (
     "task5/ladder/chunk.py",
     *(
         f"task5/ladder/{name}.cuh"
-        for name in ("cluster_memory", "count", "dependent_launch", "lazy_maximum", "tensor_map")
+        for name in (
+            "chunk",
+            "cluster_memory",
+            "count",
+            "dependent_launch",
+            "lazy_maximum",
+            "tensor_map",
+        )
     ),
     "task4/prefill.py",
     "task4/ladder/*.cu",

@@ -21,8 +21,8 @@ from task5.ladder.plan import (
     power_of_two,
 )
 
-# Of room for K and V, from which lengths decide: of up to ONE_AND_A_HALF pairs for each SM, whose keys are 16-bit, of
-# a head_dim up to 128 and in no pages; and of others. Below, that costs equal lengths over 1 %.
+# Of room for K and V, from which lengths decide: of up to ONE_AND_A_HALF pairs for each SM, but not 1 to ALMOST_ONE, of
+# 16 bits, a head_dim up to 128 and no pages; and of others. Below, equal lengths lose over 1 %.
 UNEVEN_BYTES, MANY_UNEVEN_BYTES = 250e6, 400e6
 # Pairs for each SM where lengths decide: up to which rung 8 is the fastest, 9 with three blocks on an SM, and 10.
 ALMOST_ONE, ONE_AND_A_HALF, FEW_WAVES = 1.17, 1.6, 3
@@ -33,8 +33,10 @@ SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest,
 ONE_READ_BYTES, ROWS_OF_TWO_READS = 35e6, 48
 MORE_UNEVEN_BYTES = 100e6  # as UNEVEN_BYTES, where a call takes rung 11
 # Of 17 to 32 rows: K and V from which on chunk_attention is faster, in pages of a multiple of so many keys. Of more: up
-# to which keys, counted for each 16 rows, pairs of 16 are.
-CHUNK_BYTES, CHUNK_PAGE, KEYS_OF_PAIRS = 25e6, 64, 60_000
+# to which keys, counted for each 16 rows, pairs of 16 are; in smaller pages up to more.
+CHUNK_BYTES, CHUNK_PAGE, KEYS_OF_PAIRS, KEYS_IN_SMALL_PAGES = 25e6, 64, 60_000, 100_000
+# Keys, counted as those, from which on eight warps are faster than four: of 17 to 32 rows, and of more.
+KEYS_OF_EIGHT_WARPS = 32 * 1024, 16 * 1024
 # Keys of all kv heads, head_dim 128 or twice as many of 64. Where every other SM is no longer as fast as all of them,
 # with the promise, and without it; and of more than 16 rows, where loading ahead of the wait stops to pay.
 FEW_KEYS, MOST_KEYS, MEDIUM_KEYS = 20_000, 1 << 18, 40_000
@@ -66,16 +68,22 @@ def is_faster_as_a_chunk(
     if not call.hopper or call.item_size == 4 or call.head_dim == 256 or call.rows <= ROWS:
         return False
     if call.rows > 2 * ROWS:
-        return not _has_few_keys(call, heads, kv_len)
+        return not _has_few_keys(call, heads, kv_len, page_size)
     bytes_ = 2 * heads * kv_len * call.head_dim * call.item_size
     uneven = 2 <= lengths <= MOST_SEQUENCES and bytes_ >= MORE_UNEVEN_BYTES
-    return bytes_ >= CHUNK_BYTES and not uneven and (page_size or 0) % CHUNK_PAGE == 0
+    return bytes_ >= CHUNK_BYTES and not uneven and _loads_whole_tiles(page_size)
 
 
-def _has_few_keys(call: Call, heads: int, kv_len: int) -> bool:
+def _loads_whole_tiles(page_size: int | None) -> bool:
+    """Whether a chunk's tile of keys is few loads: each has at most a page."""
+    return page_size is None or page_size % CHUNK_PAGE == 0
+
+
+def _has_few_keys(call: Call, heads: int, kv_len: int, page_size: int | None) -> bool:
     """Whether pairs of 16 rows take less time for more than 32 rows: the keys that each of them reads come from L2."""
     pairs = heads * -(-call.rows // ROWS)
-    return pairs <= 2 * call.sms and pairs * kv_len * call.head_dim // 128 < KEYS_OF_PAIRS
+    most = KEYS_OF_PAIRS if _loads_whole_tiles(page_size) else KEYS_IN_SMALL_PAGES
+    return pairs <= 2 * call.sms and pairs * kv_len * call.head_dim // 128 < most
 
 
 def fastest(
@@ -96,7 +104,7 @@ def fastest(
     Args:
         call: what a kernel is chosen by.
         heads: kv heads of all sequences.
-        kv_len: keys for which a sequence has room.
+        kv_len: keys for which a sequence has room, or that a window lets its tokens see.
         batch_invariant: whether a sequence must have the same bits in any batch.
         page_size: keys of a page; None for a contiguous cache.
         promised: whether keys may be loaded ahead of the wait.
@@ -158,7 +166,7 @@ def _fastest_of_equal_lengths(
     if _in_step(call, heads, kv_len, batch_invariant, page_size):
         return Choice(IN_STEP, promised)
     if call.rows > ROWS:
-        return _fastest_of_many_rows(call, heads, kv_len, batch_invariant, promised)
+        return _fastest_of_many_rows(call, heads, kv_len, batch_invariant, page_size, promised)
     if call.head_dim == 256:  # no two blocks fit on an SM
         # Clusters of four on almost all SMs: the next launch's need four free ones, we suppose, and find none ahead.
         crowded = 9 * sms < 40 * heads <= 10 * sms
@@ -285,7 +293,12 @@ def _fastest_of_float32(
 
 
 def _fastest_of_many_rows(
-    call: Call, heads: int, kv_len: int, batch_invariant: bool, promised: bool
+    call: Call,
+    heads: int,
+    kv_len: int,
+    batch_invariant: bool,
+    page_size: int | None,
+    promised: bool,
 ) -> Choice:
     """The fastest of more than 16 rows: rung 11; of few keys, pairs of up to 16; of many kv heads, rung 5.
 
@@ -298,7 +311,7 @@ def _fastest_of_many_rows(
         if heads > sms and not batch_invariant:
             return Choice(KEYS_AS_ROWS)
         one_read = not batch_invariant and _one_read_pays(call, heads, kv_len)
-    elif not batch_invariant and _has_few_keys(call, heads, kv_len):
+    elif not batch_invariant and _has_few_keys(call, heads, kv_len, page_size):
         one_read = False
     else:  # rung 5 reads the keys once for 64 rows, and 11 twice
         one_read = batch_invariant or heads <= sms or not ROWS_OF_TWO_READS < call.rows <= 64
@@ -309,11 +322,13 @@ def _fastest_of_many_rows(
         blocks = power_of_two(sms // of_more_rows)
         on_most_sms = of_more_rows >= sms or are_on_most_sms(call, of_more_rows, blocks)
         return Choice(MORE_ROWS, promised and on_most_sms and call.head_dim == 128)
-    early = promised and pairs * kv_len * call.head_dim // 128 < MEDIUM_KEYS
+    keys = pairs * kv_len * call.head_dim // 128
+    early = promised and keys < MEDIUM_KEYS
     if pairs <= sms and is_spread(call, pairs, kv_len):
         return Choice(4, early)
     eight = pairs <= sms or batch_invariant
-    return Choice(EIGHT_WARPS if eight and pairs * kv_len >= 32 * SHORT_CACHE else 4, early)
+    least = KEYS_OF_EIGHT_WARPS[call.rows > 2 * ROWS]
+    return Choice(EIGHT_WARPS if eight and keys >= least else 4, early)
 
 
 def _one_read_pays(call: Call, heads: int, kv_len: int) -> bool:

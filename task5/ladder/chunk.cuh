@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
       if (threadIdx.x >= 32 || first >= end) return;
       constexpr int PARTS = D / 64, OF_BLOCK = B_c / 16, HELD = 32 / OF_BLOCK;
       const int lane = threadIdx.x, part = lane % PARTS, key = lane / PARTS << c.box_bits;  // of a block, its first one
-      // Each lane has the number of a page: of 16 keys of HELD blocks, j and those ahead of it; and of the HELD next ones.
+      // Each lane has the number of a page: of 16 keys of HELD blocks from j down, and of the HELD next ones.
       const auto number = [&](int j) {
         const int block = j - lane / OF_BLOCK, n = block * B_c + lane % OF_BLOCK * 16;
         if (!c.block_table) return b;

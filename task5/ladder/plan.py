@@ -41,13 +41,13 @@ MOST_SPREAD = 32  # blocks of a pair that are clusters of two, at most
 SPREAD_PAIR_KEYS, SPREAD_KEYS = 8192, {32: 50_000, 16: 100_000, 8: 150_000, 4: 300_000}
 SPREAD_KEYS_OF_TWO_TILES = {32: 100_000, 16: 100_000, 8: 200_000, 4: 200_000}  # each tile counted
 SPREAD_KEYS_OF_FLOAT32 = {32: 30_000, 16: 30_000, 8: 30_000, 4: 60_000}
-WARPS = 4  # of a block; rungs 6, 7 and 10 have twice as many
+WARPS = 4  # of a block; rungs 6, 7 and 10 to 12 have twice as many
 MOST_CLUSTERS = 8  # of a pair, in rung 5
 MANY_KEYS = 512  # of a block of rung 5, so that more clusters pay
 # Bytes of K and V from which blocks without clusters are faster in rungs 3, 4 and 6 to 10: memory-bound, compute-bound.
 LONG_BYTES, LONG_BYTES_COMPUTE_BOUND = 400e6, 100e6
 MOST_LEAVES = 512  # as in cluster.cuh
-MOST_SEQUENCES = 128  # whose lengths a warp of rungs 8 to 10 holds
+MOST_SEQUENCES = 128  # whose lengths a warp of rungs 8 to 10 and 12 holds
 ROWS = 16  # of q in a pair of rungs 3, 4 and 6 to 10, at most; in 16 bits
 
 

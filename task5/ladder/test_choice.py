@@ -216,7 +216,8 @@ def test_many_rows_are_faster_as_a_chunk(h200):
     assert chunk(1, 20_000, 33) and chunk(99, 99_999, 128, lengths=3)
     assert not chunk(1, 19_999, 33) and not chunk(2, 14_000, 64, head_dim=64, page_size=16)
     assert chunk(90, 100, 33) and not chunk(88, 100, 33)  # more pairs than two for each SM
-    assert chunk(1, 20_000, 64, page_size=16) and chunk(8, 8192, 32, page_size=64)
+    assert chunk(1, 25_000, 64, page_size=16) and not chunk(1, 24_999, 64, page_size=16)
+    assert chunk(1, 20_000, 48, page_size=64) and chunk(8, 8192, 32, page_size=64)
     assert not chunk(8, 8192, 32, page_size=16) and not chunk(8, 8192, 32, page_size=96)
     assert chunk(8, 8192, 32) and not chunk(8, 4096, 32)  # 34 and 17 MB
     assert chunk(8, 16384, 17, lengths=8) and not chunk(8, 32768, 17, lengths=8)

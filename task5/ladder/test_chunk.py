@@ -11,7 +11,7 @@ from common.check.attention import attention_float64, attention_pytorch
 from common.check.hard_inputs import LAZY, add_to_scores, make_inputs
 from common.check.rng import Rng, new_seed
 from common.tests.devices import DEVICE, HOPPER, of_gpus_hopper
-from task5.ladder import chunk
+from task5.ladder import chunk, decode_attention
 from task5.ladder.cases import CASES, HALVES, Case
 from task5.ladder.chunk import Work, best_split, chunk_attention, faster_than_the_ladder
 
@@ -149,6 +149,41 @@ def test_pages_outside_of_the_pool_are_not_seen(page_size, head_dim, q_len):
         none = torch.full_like(table, nothing)
         assert not chunk_attention(q, k, v, block_table=none).any()
         assert not chunk_attention(q, k, v, block_table=none, causal=True, window=7).any()
+
+
+@of_gpus_hopper
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("window", [None, 40])
+def test_sequences_grow_from_launch_to_launch(paged, window):
+    """One after the other, and as one CUDA graph: each launch sees the lengths that the one before it has left."""
+    torch.manual_seed(new_seed())
+    q = torch.randn(2, 7, 12, 64, device=DEVICE).half()
+    k, v = (torch.randn(2, 640, 2, 64, device=DEVICE).half() for _ in "kv")
+    lengths, table, caches = torch.zeros(2, dtype=torch.int32, device=DEVICE), None, (k, v)
+    if paged:
+        table = torch.arange(20, dtype=torch.int32, device=DEVICE).view(2, 10)
+        caches = tuple(t.view(20, 64, 2, 64) for t in caches)
+    want, got = [], []
+    for n in range(0, 640, 64):
+        given = dict(seqlens_k=torch.full_like(lengths, n), window=window, rung=1)
+        want.append(decode_attention(q, k, v, **given))
+
+    def steps():
+        lengths.fill_(-64)
+        for _ in want:
+            lengths.add_(64)
+            given = dict(seqlens_k=lengths, block_table=table, window=window)
+            got.append(chunk_attention(q, *caches, causal=True, split=(2, 2), **given))
+
+    steps()
+    if DEVICE == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            steps()
+        graph.replay()
+        want += want
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-3, rtol=0)
 
 
 @of_gpus_hopper
