@@ -199,6 +199,36 @@ def test_a_share_of_several_chunks_has_room(rung, q_len):
         assert (got - truth).abs().max() < 2e-3
 
 
+def test_a_window_counts_as_a_short_cache(monkeypatch):
+    """For the rung, and for how many blocks there are: of 2 tokens with a window of 17 keys, 18."""
+    seen = []
+    for name in ("fastest", "plan"):
+        real, at = getattr(call, name), 2 if name == "fastest" else 3
+
+        def watched(*given, real=real, at=at, **options):
+            seen.append(given[at])
+            return real(*given, **options)
+
+        monkeypatch.setattr(call, name, watched)
+    q, k = torch.randn(1, 2, 4, 64, device=DEVICE), torch.randn(1, 300, 2, 64, device=DEVICE)
+    for window in (17, 1000, None):
+        decode_attention(q, k, k, window=window)
+    assert seen == [18, 18, 300, 300, 300, 300]
+
+
+def test_a_chunk_gets_all_that_a_call_has(monkeypatch):
+    monkeypatch.setattr(call, "is_hopper", lambda device: True)
+    taken = []
+    monkeypatch.setattr(call, "chunk_attention", lambda *_, **given: taken.append(given))
+    q = torch.zeros(1, 16, 4, 64, dtype=torch.float16, device=DEVICE)
+    pages = torch.zeros(1, 64, 1, 64, dtype=torch.float16, device=DEVICE)
+    lengths = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    table = torch.zeros(1, 40_000, dtype=torch.int32, device=DEVICE)
+    given = dict(seqlens_k=lengths, leftpad_k=lengths, block_table=table, window=1 << 20, scale=0.5)
+    decode_attention(q, pages, pages, new_keys=16, **given)
+    assert taken == [dict(causal=True, **given)]
+
+
 @pytest.mark.parametrize(("batch", "room"), [(0, 9), (2, 0)])
 def test_nothing_to_do(batch, room):
     q, k, v = (torch.randn(batch, n, 2, 64, device=DEVICE).half() for n in (1, room, room))

@@ -133,19 +133,21 @@ def test_pages_windows_and_padding(part):
 @pytest.mark.parametrize("page_size", [16, 48, 256])
 @pytest.mark.parametrize("q_len", [4, 100])
 def test_pages_outside_of_the_pool_are_not_seen(page_size, head_dim, q_len):
-    """They make no difference to the bits, first, last or in between; nor do keys of a page behind the end."""
+    """As if they were not in the table, wherever in it they are."""
     torch.manual_seed(new_seed())
     q = torch.randn(1, q_len, 6, head_dim, device=DEVICE).half()
     k, v = (torch.randn(5, page_size, 2, head_dim, device=DEVICE).half() for _ in "kv")
     pages = [3, 4, 0, 2, 1] * (200 // page_size + 1)
     some = torch.tensor([pages], dtype=torch.int32, device=DEVICE)
-    here = torch.rand(len(pages), device=DEVICE) < 0.6
-    table = torch.where(here, some, torch.tensor([5, -1, 1 << 30], device=DEVICE)[0]).int()
-    got = chunk_attention(q, k, v, block_table=table)
-    if here.any():
+    outside = torch.tensor([5, -1, 1 << 30], dtype=torch.int32, device=DEVICE)
+    for _ in range(4):
+        here = torch.rand(len(pages), device=DEVICE) < 0.6
+        here[torch.randint(len(pages), (2,))] = torch.tensor([True, False], device=DEVICE)
+        table = torch.where(here, some, outside[torch.randint(3, some.shape)])
+        got = chunk_attention(q, k, v, block_table=table)
         seen = chunk_attention(q, k, v, block_table=some[:, here].contiguous())
         torch.testing.assert_close(got, seen, atol=2e-3, rtol=0)
-    for nothing in (5, -1, 1 << 30):
+    for nothing in outside.tolist():
         none = torch.full_like(table, nothing)
         assert not chunk_attention(q, k, v, block_table=none).any()
         assert not chunk_attention(q, k, v, block_table=none, causal=True, window=7).any()
