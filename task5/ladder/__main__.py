@@ -35,17 +35,11 @@ SOURCES = (
 # Of a chunk of a prompt: its kernel, task 4's ladder, and what chooses between them.
 PREFILL_SOURCES = (
     "task5/ladder/chunk.cu",
+    "task5/ladder/chunk*.cuh",
     "task5/ladder/chunk.py",
     *(
         f"task5/ladder/{name}.cuh"
-        for name in (
-            "chunk",
-            "cluster_memory",
-            "count",
-            "dependent_launch",
-            "lazy_maximum",
-            "tensor_map",
-        )
+        for name in ("cluster_memory", "count", "dependent_launch", "lazy_maximum", "tensor_map")
     ),
     "task4/prefill.py",
     "task4/ladder/*.cu",

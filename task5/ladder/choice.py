@@ -33,8 +33,8 @@ SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest,
 ONE_READ_BYTES, ROWS_OF_TWO_READS = 35e6, 48
 MORE_UNEVEN_BYTES = 100e6  # as UNEVEN_BYTES, where a call takes rung 11
 # Of 17 to 32 rows: K and V from which on chunk_attention is faster, in pages of a multiple of so many keys. Of more: up
-# to which keys, counted for each 16 rows, pairs of 16 are; in smaller pages up to more.
-CHUNK_BYTES, CHUNK_PAGE, KEYS_OF_PAIRS, KEYS_IN_SMALL_PAGES = 25e6, 64, 60_000, 100_000
+# to which keys, counted for each 16 rows, pairs of 16 are.
+CHUNK_BYTES, CHUNK_PAGE, KEYS_OF_PAIRS = 25e6, 64, 80_000
 # Keys, counted as those, from which on eight warps are faster than four: of 17 to 32 rows, and of more.
 KEYS_OF_EIGHT_WARPS = 32 * 1024, 16 * 1024
 # Keys of all kv heads, head_dim 128 or twice as many of 64. Where every other SM is no longer as fast as all of them,
@@ -68,22 +68,16 @@ def is_faster_as_a_chunk(
     if not call.hopper or call.item_size == 4 or call.head_dim == 256 or call.rows <= ROWS:
         return False
     if call.rows > 2 * ROWS:
-        return not _has_few_keys(call, heads, kv_len, page_size)
+        return not _has_few_keys(call, heads, kv_len)
     bytes_ = 2 * heads * kv_len * call.head_dim * call.item_size
     uneven = 2 <= lengths <= MOST_SEQUENCES and bytes_ >= MORE_UNEVEN_BYTES
-    return bytes_ >= CHUNK_BYTES and not uneven and _loads_whole_tiles(page_size)
+    return bytes_ >= CHUNK_BYTES and not uneven and (page_size or 0) % CHUNK_PAGE == 0
 
 
-def _loads_whole_tiles(page_size: int | None) -> bool:
-    """Whether a chunk's tile of keys is few loads: each has at most a page."""
-    return page_size is None or page_size % CHUNK_PAGE == 0
-
-
-def _has_few_keys(call: Call, heads: int, kv_len: int, page_size: int | None) -> bool:
+def _has_few_keys(call: Call, heads: int, kv_len: int) -> bool:
     """Whether pairs of 16 rows take less time for more than 32 rows: the keys that each of them reads come from L2."""
     pairs = heads * -(-call.rows // ROWS)
-    most = KEYS_OF_PAIRS if _loads_whole_tiles(page_size) else KEYS_IN_SMALL_PAGES
-    return pairs <= 2 * call.sms and pairs * kv_len * call.head_dim // 128 < most
+    return pairs <= 2 * call.sms and pairs * kv_len * call.head_dim // 128 < KEYS_OF_PAIRS
 
 
 def fastest(
@@ -166,7 +160,7 @@ def _fastest_of_equal_lengths(
     if _in_step(call, heads, kv_len, batch_invariant, page_size):
         return Choice(IN_STEP, promised)
     if call.rows > ROWS:
-        return _fastest_of_many_rows(call, heads, kv_len, batch_invariant, page_size, promised)
+        return _fastest_of_many_rows(call, heads, kv_len, batch_invariant, promised)
     if call.head_dim == 256:  # no two blocks fit on an SM
         # Clusters of four on almost all SMs: the next launch's need four free ones, we suppose, and find none ahead.
         crowded = 9 * sms < 40 * heads <= 10 * sms
@@ -293,12 +287,7 @@ def _fastest_of_float32(
 
 
 def _fastest_of_many_rows(
-    call: Call,
-    heads: int,
-    kv_len: int,
-    batch_invariant: bool,
-    page_size: int | None,
-    promised: bool,
+    call: Call, heads: int, kv_len: int, batch_invariant: bool, promised: bool
 ) -> Choice:
     """The fastest of more than 16 rows: rung 11; of few keys, pairs of up to 16; of many kv heads, rung 5.
 
@@ -311,7 +300,7 @@ def _fastest_of_many_rows(
         if heads > sms and not batch_invariant:
             return Choice(KEYS_AS_ROWS)
         one_read = not batch_invariant and _one_read_pays(call, heads, kv_len)
-    elif not batch_invariant and _has_few_keys(call, heads, kv_len, page_size):
+    elif not batch_invariant and _has_few_keys(call, heads, kv_len):
         one_read = False
     else:  # rung 5 reads the keys once for 64 rows, and 11 twice
         one_read = batch_invariant or heads <= sms or not ROWS_OF_TWO_READS < call.rows <= 64

@@ -21,62 +21,11 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "../../task4/ladder/attention.cuh"
-#include "../../task4/ladder/hopper.cuh"
 #include "../../task4/ladder/softmax.cuh"
 #include "../../task4/ladder/warpgroup.cuh"
-#include "cluster_memory.cuh"
-#include "count.cuh"
-#include "dependent_launch.cuh"
-#include "lazy_maximum.cuh"
-#include "tensor_map.cuh"
-
-// A kernel has said whether there are GAPS, or pages.
-
-constexpr int B_c = 128, MOST_CONSUMERS = 3;
-constexpr int MOST_PARTS = 16;  // of a row that are merged at once: a cluster's blocks, or a tile's clusters
-
-enum NamedBarrier { MERGE = 1,     // K_j and V_j have been read
-                    COMPLETE = 2,  // the parts are, or the zeros behind the keys
-                    TURN = 3,      // TURN + w: consumer w may issue its products
-                    DECISION = TURN + MOST_CONSUMERS };  // DECISION + w: every warp of consumer w has voted
-
-struct Chunk {
-  CUtensorMap q_map, k_map, v_map;
-  Attention a;
-  int group, tokens, tiles;  // heads of a kv head, tokens of a tile, tiles of a kv head
-  int splits, clusters;      // blocks of a cluster, clusters of a tile
-  const int* seqlens_k;      // keys of each sequence, or null: all of kv_len
-  // With GAPS:
-  const int *leftpad_k = nullptr, *block_table = nullptr;  // keys to skip at the start of each sequence; its pages
-  int max_pages = 0, page_size = 0, pages = 0;             // of a sequence; keys of a page; of the pool, or sequences
-  int window = 0, box_bits = 7;                            // 0: no limit; 1 << box_bits keys are loaded at once
-  float* partial;            // [tile][cluster][B_r][head_dim], and behind all of them m, l: [tile][cluster][B_r][2]
-  int* counters;             // [tile][splits], 0 between launches
-};
-
-// B_r: 64 rows for each consumer; or 64 altogether, whose blocks of keys two consumers share.
-template <int D, int B_r>
-struct Shared {
-  static constexpr int CONSUMERS = B_r == 192 ? 3 : 2, THREADS = (1 + CONSUMERS) * WARPGROUP;
-  static constexpr int STAGES = D == 64 ? 6 : 3, SHARES = 64 * CONSUMERS / B_r;
-  static constexpr int PITCH = D + 8;  // of a row of parts: 8 rows' pairs are in different banks
-  alignas(1024) uint16_t Q[B_r * D];
-  union {
-    struct {
-      alignas(1024) uint16_t K[STAGES][B_c * D], V[STAGES][B_c * D];
-    };
-    struct {                          // when the last K_j and V_j have been read
-      float O[SHARES * B_r * PITCH];  // [share][row][PITCH]
-      float2 ml[SHARES * B_r];        // [share][row]
-    } parts;
-  };
-  // full: the buffer's contents have arrived. empty: all its readers are done
-  uint64_t q_full, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-  unsigned missing[STAGES];  // of K_j's boxes: bit i: the keys of box i are on no page
-  LazyFlags lazy[CONSUMERS];
-  bool last;  // of the tile's clusters
-};
+#include "chunk_loads.cuh"
+#include "chunk_merge.cuh"
+#include "chunk_tile.cuh"
 
 template <typename T, int D, int B_r>
 __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const __grid_constant__ Chunk c) {
@@ -86,15 +35,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& s = *reinterpret_cast<Memory*>(raw);
 
-  // Neighbours are tiles that read the same keys: an L2 request of one is the other's as well.
-  const int splits = c.splits, tile_of_head = blockIdx.x / splits, split = blockIdx.x - tile_of_head * splits;
-  const int kv_heads = gridDim.y / c.clusters, cluster = blockIdx.y / kv_heads;
-  const int kv_head = blockIdx.y - cluster * kv_heads, b = blockIdx.z;
-  const int nth = cluster * splits + split, of = c.clusters * splits;  // of the tile's blocks
-  const int token_0 = (c.tiles - 1 - tile_of_head) * c.tokens;         // causal: the longest rows first
-  const int rows = min(c.tokens, a.q_len - token_0) * c.group;          // of the tile that exist
-  const int each = ceil_div(rows, splits), own = max(0, min(each, rows - split * each));  // rows that this block merges
-
+  Tile tile(c);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // shuffled: the compiler sees it as warp-uniform
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&c.q_map, &c.k_map, &c.v_map}) tma_prefetch(map);
@@ -115,101 +56,24 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
   }
   __syncthreads();  // barriers initialised before any thread uses them
 
-  Ring<STAGES> k, v;
   wait_for_the_launch_before();
-  const int keys = c.seqlens_k ? min(max(__ldcg(c.seqlens_k + b), 0), a.kv_len) : a.kv_len;
-  const auto visible = [&](int token) {  // of the keys, to this token
-    const int diagonal = token + keys - a.q_len + 1;
-    return a.causal ? min(max(diagonal, 0), keys) : keys;
-  };
-  const int skipped = GAPS && c.leftpad_k ? max(__ldcg(c.leftpad_k + b), 0) : 0;
-  const auto begins = [&](int token) {  // the first key that this token may see
-    return GAPS && c.window ? max(skipped, token + keys - a.q_len + 1 - c.window) : skipped;
-  };
-  const int last_token = token_0 + rows / c.group - 1, begin = GAPS ? min(begins(token_0), keys) : 0;
-  // Of K and V: the first block that some row sees, and how many there are
-  const int first_block = begin / B_c, all = max(0, ceil_div(visible(last_token), B_c) - first_block);
-  const int first = first_block + int64_t(all) * nth / of, end = first_block + int64_t(all) * (nth + 1) / of;
+  tile.find_keys();
+  const int first = tile.first, end = tile.end, keys = tile.keys;
 
   if (warpgroup == 0) {
     registers_give<CONSUMERS == 2 ? 24 : 32>();
-    if constexpr (GAPS) {  // as below, by a warp whose lanes each load a box: some keys of a page, 64 columns
-      if (threadIdx.x >= 32 || first >= end) return;
-      constexpr int PARTS = D / 64, OF_BLOCK = B_c / 16, HELD = 32 / OF_BLOCK;
-      const int lane = threadIdx.x, part = lane % PARTS, key = lane / PARTS << c.box_bits;  // of a block, its first one
-      // Each lane has the number of a page: of 16 keys of HELD blocks from j down, and of the HELD next ones.
-      const auto number = [&](int j) {
-        const int block = j - lane / OF_BLOCK, n = block * B_c + lane % OF_BLOCK * 16;
-        if (!c.block_table) return b;
-        return block >= first && n < keys ? __ldcg(c.block_table + int64_t(b) * c.max_pages + n / c.page_size) : -1;
-      };
-      int now = 0, next = number(end - 1);
-      const bool loads = key < B_c;
-      struct Place {
-        int row, page;  // a page outside of the pool is loaded as zeros
-      } at[SHARES + 1] = {};  // of this lane's keys of blocks j + SHARES to j
-      const auto load = [&](uint16_t* block, const CUtensorMap& map, uint64_t* full, Place from) {
-        if (lane == 0) mbarrier_arrive_expect(full, B_c * D * sizeof(T));
-        __syncwarp();
-        if (!loads) return;
-        uint16_t* to = block + (part * B_c + key) * 64;
-        if (c.tiles == 1) return load_box_once(to, &map, full, from.row, part, kv_head, from.page);
-        tma_load_box(to, &map, full, from.row, part, kv_head, from.page);
-      };
-      if (lane == 0) {
-        mbarrier_arrive_expect(&s.q_full, c.tokens * c.group * D * sizeof(T));
-        for (int i = 0; i < PARTS; ++i)
-          tma_load_box(s.Q + i * B_r * 64, &c.q_map, &s.q_full, kv_head * c.group, token_0, i, b);
-      }
-#pragma unroll 1
-      for (int j = end - 1; j >= first - SHARES; --j) {
-        const int of_held = (end - 1 - j) % HELD, row = j * B_c + key;
-        if (of_held == 0) now = next, next = number(j - HELD);
-        const int page = __shfl_sync(~0u, now, of_held * OF_BLOCK + key / 16);
-        at[SHARES] = {c.block_table ? row % c.page_size : row, page};
-        if (j >= first) {
-          mbarrier_wait(&s.k_empty[k.index], k.parity ^ 1);
-          const unsigned missing = __ballot_sync(~0u, loads && unsigned(page) >= unsigned(c.pages));
-          if (lane == 0) s.missing[k.index] = missing;
-          load(s.K[k.index], c.k_map, &s.k_full[k.index], at[SHARES]);
-          k.next();
-        }
-        if (j < end - SHARES) {
-          mbarrier_wait(&s.v_empty[v.index], v.parity ^ 1);
-          load(s.V[v.index], c.v_map, &s.v_full[v.index], at[0]);
-          v.next();
-        }
-#pragma unroll
-        for (int i = 0; i < SHARES; ++i) at[i] = at[i + 1];
-      }
-      begin_the_next_launch();
-    } else if (threadIdx.x == 0 && first < end) {  // the producer
-      mbarrier_arrive_expect(&s.q_full, c.tokens * c.group * D * sizeof(T));
-      for (int part = 0; part < D / 64; ++part)
-        tma_load_box(s.Q + part * B_r * 64, &c.q_map, &s.q_full, kv_head * c.group, token_0, part, b);
-      const uint64_t policy = c.tiles == 1 ? EVICT_FIRST : EVICT_NORMAL;
-      // In the order of use: K, K V, K V, ..., V; where consumers share the keys, K, K, K V, ..., V, V
-      for (int j = end - 1; j >= first - SHARES; --j) {
-        if (j >= first) {
-          mbarrier_wait(&s.k_empty[k.index], k.parity ^ 1);
-          mbarrier_arrive_expect(&s.k_full[k.index], B_c * D * sizeof(T));
-          tma_load(s.K[k.index], &c.k_map, &s.k_full[k.index], j * B_c, kv_head, b, policy);
-          k.next();
-        }
-        if (j < end - SHARES) {
-          mbarrier_wait(&s.v_empty[v.index], v.parity ^ 1);
-          mbarrier_arrive_expect(&s.v_full[v.index], B_c * D * sizeof(T));
-          tma_load(s.V[v.index], &c.v_map, &s.v_full[v.index], (j + SHARES) * B_c, kv_head, b, policy);
-          v.next();
-        }
-      }
-      begin_the_next_launch();
+    if (first >= end) return;
+    if constexpr (GAPS) {
+      if (threadIdx.x < 32) load_boxes<T>(tile, s);
+    } else {
+      if (threadIdx.x == 0) load_blocks<T>(tile, s);
     }
     return;
   }
 
   // ---- A consumer
   registers_take<CONSUMERS == 2 ? 240 : 160>();
+  Ring<STAGES> k, v;
   const int wg = warpgroup - 1, warp = threadIdx.x % WARPGROUP / 32;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int share = SHARES == 1 ? 0 : wg, row_w = SHARES == 1 ? wg * 64 : 0;  // of the keys; the first row
@@ -233,13 +97,13 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
 
   int j = end - 1 - share;  // the first S has no P V_j beside it
   if (j >= first) {
-    const auto sees = [&](int row) { return visible(token_0 + row / c.group); };
+    const auto sees = [&](int row) { return tile.visible(tile.token_0 + row / c.group); };
     const int seen[2] = {sees(row) - 2 * t, sees(row + 8) - 2 * t};  // from this thread's first column on
     const int whole = max(first, sees(row_w) / B_c);                 // all rows see all blocks before it
     // And where the keys begin: of each row, from this thread's first column on; of all
-    const auto row_begins = [&](int row) { return begins(token_0 + row / c.group); };
+    const auto row_begins = [&](int row) { return tile.begins(tile.token_0 + row / c.group); };
     const int unseen[2] = {row_begins(row) - 2 * t, row_begins(row + 8) - 2 * t};
-    const int gapless = ceil_div(begins(last_token), B_c);  // all rows see all keys from this block on
+    const int gapless = ceil_div(tile.begins(tile.last_token()), B_c);  // all rows see all keys from this block on
     // Of block j, whose S is complete and which is in k's buffer: whether there are keys that a row before `seen` does
     // not see, and S without these.
     const auto has_gaps = [&](int j) { return GAPS && (j < gapless || s.missing[k.index]); };
@@ -255,7 +119,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
     };
     // Ahead of the first key that a row sees, and behind the last, V may be anything, and 0 times that has to be 0.
     const auto clear_V = [&](int j) {
-      const int ahead = GAPS ? max(0, begin - j * B_c) : 0, keys_until = min(B_c, keys - j * B_c);
+      const int ahead = GAPS ? max(0, tile.begin - j * B_c) : 0, keys_until = min(B_c, keys - j * B_c);
       if (!(c.seqlens_k && keys_until < B_c) && ahead == 0) return;
       mbarrier_wait(&s.v_full[v.index], v.parity);
       constexpr int READERS = SHARES == 1 ? CONSUMERS * WARPGROUP : WARPGROUP, OF_ROW = 8;  // pieces of 16 bytes
@@ -360,9 +224,8 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
             end_PV();
           };
           more = lazy.step(S, P, O_i, l_i, j, computed, [&] {
-            recompute_S<T, D, B_r, B_c>(S, s.Q + row * 64,
-                                        a.k_head<T>(b, kv_head * c.group) + int64_t(j) * B_c * a.k_strides.row,
-                                        a.k_strides.row);
+            const T* K_j = a.k_head<T>(tile.b, tile.kv_head * c.group) + int64_t(j) * B_c * a.k_strides.row;
+            recompute_S<T, D, B_r, B_c>(S, s.Q + row * 64, K_j, a.k_strides.row);
           });
         }
         if (on)
@@ -387,9 +250,8 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
   if (wg == 0) wait_for_turn();  // the last consumer's last pass_turn(): no barrier is left with arrivals
 
   // ---- The parts
-  constexpr int PITCH = Memory::PITCH, MERGERS = CONSUMERS * WARPGROUP;
-  const int thread = threadIdx.x - WARPGROUP;
-  barrier_sync(MERGE, MERGERS);  // the parts take the place of K_j and V_j
+  constexpr int PITCH = Memory::PITCH;
+  barrier_sync(MERGE, CONSUMERS * WARPGROUP);  // the parts take the place of K_j and V_j
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int r = share * B_r + row + 8 * h;
@@ -401,122 +263,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
       *reinterpret_cast<float2*>(&s.parts.O[r * PITCH + 8 * i + 2 * t]) =
           make_float2(O_i[4 * i + 2 * h], O_i[4 * i + 2 * h + 1]);
   }
-
-  // Merges `parts` parts of `rows` rows, whose m and l are ml_of(n, r), and columns e to e + 3 O_of(n, r, e): zeros, or
-  // any part's, for the few n from `parts` on. Eight threads share a row; use(r, m and l, O) gets column
-  // 4 (thread % 8 + 8 u) and the three behind it in O[u].
-  constexpr int OF_ROW = 8, QUADS = D / 4 / OF_ROW, AT_ONCE = 4;  // AT_ONCE: parts whose loads are on the way together
-  const auto merge = [&](int rows, int parts, auto ml_of, auto O_of, auto use) {
-    const int lane_of_row = thread % OF_ROW;
-#pragma unroll 1
-    for (int r_0 = thread / 32 * 4; r_0 < rows; r_0 += MERGERS / OF_ROW) {
-      const int r_of_thread = r_0 + thread % 32 / OF_ROW, r = min(r_of_thread, rows - 1);
-      float m = -INFINITY, l = 0.0f;
-      float weight[MOST_PARTS / OF_ROW], l_of[MOST_PARTS / OF_ROW];  // of parts lane_of_row and lane_of_row + 8
-#pragma unroll
-      for (int i = 0; i < MOST_PARTS / OF_ROW; ++i) {
-        const int n = lane_of_row + i * OF_ROW;
-        const float2 ml = n < parts ? ml_of(n, r) : make_float2(-INFINITY, 0.0f);
-        m = fmaxf(m, ml.x), weight[i] = ml.x, l_of[i] = ml.y;
-      }
-      for (int lane = 1; lane < OF_ROW; lane *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, lane));
-      const float shift = m == -INFINITY ? 0.0f : m * scale;
-#pragma unroll
-      for (int i = 0; i < MOST_PARTS / OF_ROW; ++i) {
-        weight[i] = fast_exp2(fmaf(weight[i], scale, -shift));
-        l = fmaf(weight[i], l_of[i], l);
-      }
-      for (int lane = 1; lane < OF_ROW; lane *= 2) l += __shfl_xor_sync(~0u, l, lane);
-      float4 O[QUADS] = {};
-#pragma unroll 1
-      for (int n_0 = 0; n_0 < parts; n_0 += AT_ONCE) {
-        float4 part[AT_ONCE][QUADS];
-#pragma unroll
-        for (int n = 0; n < AT_ONCE; ++n) {
-#pragma unroll
-          for (int u = 0; u < QUADS; ++u)
-            part[n][u] = O_of(n_0 + n, r, 4 * (lane_of_row + OF_ROW * u));
-        }
-#pragma unroll
-        for (int n = 0; n < AT_ONCE; ++n) {
-          const float w = __shfl_sync(~0u, n_0 < OF_ROW ? weight[0] : weight[1], (n_0 + n) % OF_ROW, OF_ROW);
-          if (n_0 + n >= parts) continue;
-#pragma unroll
-          for (int u = 0; u < QUADS; ++u) {
-            O[u].x = fmaf(w, part[n][u].x, O[u].x), O[u].y = fmaf(w, part[n][u].y, O[u].y);
-            O[u].z = fmaf(w, part[n][u].z, O[u].z), O[u].w = fmaf(w, part[n][u].w, O[u].w);
-          }
-        }
-      }
-      __syncwarp();  // threads past the last row have read it, which use() may write
-      if (r_of_thread < rows) use(r, make_float2(m, l), O);
-    }
-  };
-  const int e_0 = 4 * (thread % OF_ROW);
-  const auto write = [&](int r, float2 ml, const float4(&O)[QUADS]) {
-    const int r_of_tile = split * each + r, token = r_of_tile / c.group, head = r_of_tile - token * c.group;
-    T* out = a.out_head<T>(b, kv_head * c.group + head) + int64_t(token_0 + token) * a.out_strides.row + e_0;
-    const float factor = ml.y == 0.0f ? 0.0f : 1.0f / ml.y;
-#pragma unroll
-    for (int u = 0; u < QUADS; ++u)
-      *reinterpret_cast<uint2*>(out + 4 * OF_ROW * u) =
-          make_uint2(pack<T>(O[u].x * factor, O[u].y * factor), pack<T>(O[u].z * factor, O[u].w * factor));
-  };
-  // In global memory: [tile][cluster][row of the tile][column], and behind all of them m, l.
-  const int64_t tile = (int64_t(b) * kv_heads + kv_head) * c.tiles + tile_of_head;
-  const auto slot = [&](int n, int r) { return (tile * c.clusters + n) * B_r + split * each + r; };
-  float2* global_ml = reinterpret_cast<float2*>(c.partial + int64_t(gridDim.z) * gridDim.y * c.tiles * B_r * D);
-  // Of this block's rows, all that the cluster has.
-  const auto complete = [&](int r, float2 ml, const float4(&O)[QUADS]) {
-    if (c.clusters == 1) return write(r, ml, O);
-    float4* to = reinterpret_cast<float4*>(&c.partial[slot(cluster, r) * D + e_0]);
-#pragma unroll
-    for (int u = 0; u < QUADS; ++u) __stcg(to + OF_ROW * u, O[u]);
-    if (e_0 == 0) __stcg(&global_ml[slot(cluster, r)], ml);
-  };
-  const auto own_ml = [&](int share, int r) { return s.parts.ml[share * B_r + r]; };
-  const auto own_O = [&](int share, int r, int e) {
-    return *reinterpret_cast<const float4*>(&s.parts.O[(share % SHARES * B_r + r) * PITCH + e]);
-  };
-  if (splits == 1 || SHARES > 1) barrier_sync(COMPLETE, MERGERS);
-  if (splits == 1) {
-    merge(rows, SHARES, own_ml, own_O, complete);
-  } else {
-    if (SHARES > 1)
-      merge(rows, SHARES, own_ml, own_O, [&](int r, float2 ml, const float4(&O)[QUADS]) {
-#pragma unroll
-        for (int u = 0; u < QUADS; ++u)
-          *reinterpret_cast<float4*>(&s.parts.O[r * PITCH + e_0 + 4 * OF_ROW * u]) = O[u];
-        if (e_0 == 0) s.parts.ml[r] = ml;
-      });
-    __syncwarp();
-    arrive_in_cluster(), wait_for_cluster();  // all blocks' parts are complete
-    const auto ml_of = [&](int n, int r) { return load_from(n, &s.parts.ml[split * each + r]); };
-    const auto O_of = [&](int n, int r, int e) {
-      return load_from(n, reinterpret_cast<const float4*>(&s.parts.O[(split * each + r) * PITCH + e]), n < splits);
-    };
-    merge(own, splits, ml_of, O_of, complete);
-    __syncwarp();
-    start_in_cluster();  // the other blocks' parts have been read
-  }
-  if (c.clusters > 1) {
-    barrier_sync(MERGE, MERGERS);
-    if (thread == 0) {
-      int* counter = &c.counters[tile * splits + split];
-      s.last = add_acquire_release(counter, 1) == c.clusters - 1;
-      if (s.last) *counter = 0;  // for the next launch
-    }
-    barrier_sync(MERGE, MERGERS);
-    if (s.last) {
-      const auto ml_of = [&](int n, int r) { return __ldcg(&global_ml[slot(n, r)]); };
-      const auto O_of = [&](int n, int r, int e) {
-        return __ldcg(reinterpret_cast<const float4*>(&c.partial[slot(min(n, c.clusters - 1), r) * D + e]));
-      };
-      merge(own, c.clusters, ml_of, O_of, write);
-    }
-  }
-  __syncwarp();
-  if (splits > 1) wait_for_cluster();  // a block's memory is there until the others have read it
+  merge_parts<T>(tile, s);
 }
 
 // q in boxes of 64 columns of all heads of a group: [token][head][64].

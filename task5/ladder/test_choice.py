@@ -99,8 +99,8 @@ HALF, AHEAD = {"every_other_sm": True}, {"ahead": True}
         (67, 512, {"rows": 32}, 4, {}),
         (67, 1100, {"rows": 32}, MORE_ROWS, {}),
         (133, 4096, {"rows": 32}, KEYS_AS_ROWS, {}),
-        (8, 2512, {"rows": 33}, MORE_ROWS, AHEAD),
-        (8, 2512, {"rows": 99, "head_dim": 64}, MORE_ROWS, {}),
+        (8, 3512, {"rows": 33}, MORE_ROWS, AHEAD),
+        (8, 3512, {"rows": 99, "head_dim": 64}, MORE_ROWS, {}),
         (8, 512, {"rows": 33}, 4, AHEAD),
         (8, 512, {"rows": 99, "head_dim": 64}, 4, AHEAD),
         (133, 4096, {"rows": 64}, KEYS_AS_ROWS, {}),  # one read for all rows
@@ -205,7 +205,7 @@ def test_pairs_of_16_of_many_rows(h200):
 
     assert rung(8, 500, 64) == 4 and rung(8, 1500, 64) == EIGHT_WARPS
     assert rung(60, 200, 64) == 4  # more pairs than SMs
-    assert rung(8, 2000, 64) == rung(8, 500, 64, batch_invariant=True) == MORE_ROWS
+    assert rung(8, 2500, 64) == rung(8, 500, 64, batch_invariant=True) == MORE_ROWS
 
 
 def test_many_rows_are_faster_as_a_chunk(h200):
@@ -213,11 +213,11 @@ def test_many_rows_are_faster_as_a_chunk(h200):
         call = h200(**{"dtype": 2, "rows": rows} | shape)
         return is_faster_as_a_chunk(call, heads, kv_len, lengths=lengths, page_size=page_size)
 
-    assert chunk(1, 20_000, 33) and chunk(99, 99_999, 128, lengths=3)
-    assert not chunk(1, 19_999, 33) and not chunk(2, 14_000, 64, head_dim=64, page_size=16)
+    assert chunk(1, 26_667, 33) and chunk(99, 99_999, 128, lengths=3)
+    assert not chunk(1, 26_666, 33) and not chunk(2, 14_000, 64, head_dim=64, page_size=16)
     assert chunk(90, 100, 33) and not chunk(88, 100, 33)  # more pairs than two for each SM
-    assert chunk(1, 25_000, 64, page_size=16) and not chunk(1, 24_999, 64, page_size=16)
-    assert chunk(1, 20_000, 48, page_size=64) and chunk(8, 8192, 32, page_size=64)
+    assert chunk(1, 20_000, 64, page_size=16) and not chunk(1, 19_999, 64, page_size=16)
+    assert chunk(1, 26_667, 48, page_size=64) and chunk(8, 8192, 32, page_size=64)
     assert not chunk(8, 8192, 32, page_size=16) and not chunk(8, 8192, 32, page_size=96)
     assert chunk(8, 8192, 32) and not chunk(8, 4096, 32)  # 34 and 17 MB
     assert chunk(8, 16384, 17, lengths=8) and not chunk(8, 32768, 17, lengths=8)

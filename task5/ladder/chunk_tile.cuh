@@ -1,0 +1,92 @@
+// A tile of a chunk: arguments, shared memory, and which rows and keys a block has of it. See chunk.cuh.
+#pragma once
+#include "../../task4/ladder/attention.cuh"
+#include "../../task4/ladder/hopper.cuh"
+#include "dependent_launch.cuh"
+#include "lazy_maximum.cuh"
+#include "tensor_map.cuh"
+
+// A kernel has said whether there are GAPS, or pages.
+
+constexpr int B_c = 128, MOST_CONSUMERS = 3;
+constexpr int MOST_PARTS = 16;  // of a row that are merged at once: a cluster's blocks, or a tile's clusters
+
+enum NamedBarrier { MERGE = 1,     // K_j and V_j have been read
+                    COMPLETE = 2,  // the parts are, or the zeros behind the keys
+                    TURN = 3,      // TURN + w: consumer w may issue its products
+                    DECISION = TURN + MOST_CONSUMERS };  // DECISION + w: every warp of consumer w has voted
+
+struct Chunk {
+  CUtensorMap q_map, k_map, v_map;
+  Attention a;
+  int group, tokens, tiles;  // heads of a kv head, tokens of a tile, tiles of a kv head
+  int splits, clusters;      // blocks of a cluster, clusters of a tile
+  const int* seqlens_k;      // keys of each sequence, or null: all of kv_len
+  // With GAPS:
+  const int *leftpad_k = nullptr, *block_table = nullptr;  // keys to skip at the start of each sequence; its pages
+  int max_pages = 0, page_size = 0, pages = 0;             // of a sequence; keys of a page; of the pool, or sequences
+  int window = 0, box_bits = 7;                            // 0: no limit; 1 << box_bits keys are loaded at once
+  float* partial;            // [tile][cluster][B_r][head_dim], and behind all of them m, l: [tile][cluster][B_r][2]
+  int* counters;             // [tile][splits], 0 between launches
+};
+
+// B_r: 64 rows for each consumer; or 64 altogether, whose blocks of keys two consumers share.
+template <int D, int B_r>
+struct Shared {
+  static constexpr int CONSUMERS = B_r == 192 ? 3 : 2, THREADS = (1 + CONSUMERS) * WARPGROUP;
+  static constexpr int STAGES = D == 64 ? 6 : 3, SHARES = 64 * CONSUMERS / B_r;
+  static constexpr int PITCH = D + 8;  // of a row of parts: 8 rows' pairs are in different banks
+  alignas(1024) uint16_t Q[B_r * D];
+  union {
+    struct {
+      alignas(1024) uint16_t K[STAGES][B_c * D], V[STAGES][B_c * D];
+    };
+    struct {                          // when the last K_j and V_j have been read
+      float O[SHARES * B_r * PITCH];  // [share][row][PITCH]
+      float2 ml[SHARES * B_r];        // [share][row]
+    } parts;
+  };
+  // full: the buffer's contents have arrived. empty: all its readers are done
+  uint64_t q_full, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+  unsigned missing[STAGES];  // of K_j's boxes: bit i: the keys of box i are on no page
+  LazyFlags lazy[CONSUMERS];
+  bool last;  // of the tile's clusters
+};
+
+// What a block has of its tile: rows, and a share of their keys.
+struct Tile {
+  const Chunk& c;
+  int of_head, split, cluster, kv_head, b, kv_heads;
+  int token_0, rows;  // its first token; rows that exist
+  int each, own;      // rows that a block of a cluster merges; that this one does
+  // Known behind the launch before: keys of the sequence, and those to skip; the first key that some row sees; of the
+  // blocks of keys, those of this block
+  int keys, skipped, begin, first, end;
+
+  DEVICE explicit Tile(const Chunk& c) : c(c) {
+    // Neighbours are tiles that read the same keys: an L2 request of one is the other's as well.
+    of_head = blockIdx.x / c.splits, split = blockIdx.x - of_head * c.splits;
+    kv_heads = gridDim.y / c.clusters, cluster = blockIdx.y / kv_heads;
+    kv_head = blockIdx.y - cluster * kv_heads, b = blockIdx.z;
+    token_0 = (c.tiles - 1 - of_head) * c.tokens;  // causal: the longest rows first
+    rows = min(c.tokens, c.a.q_len - token_0) * c.group;
+    each = ceil_div(rows, c.splits), own = max(0, min(each, rows - split * each));
+  }
+  DEVICE void find_keys() {
+    keys = c.seqlens_k ? min(max(__ldcg(c.seqlens_k + b), 0), c.a.kv_len) : c.a.kv_len;
+    skipped = GAPS && c.leftpad_k ? max(__ldcg(c.leftpad_k + b), 0) : 0;
+    begin = GAPS ? min(begins(token_0), keys) : 0;
+    const int nth = cluster * c.splits + split, of = c.clusters * c.splits;  // of the tile's blocks
+    const int first_block = begin / B_c, all = max(0, ceil_div(visible(last_token()), B_c) - first_block);
+    first = first_block + int64_t(all) * nth / of, end = first_block + int64_t(all) * (nth + 1) / of;
+  }
+  DEVICE int last_token() const { return token_0 + rows / c.group - 1; }
+  // Of the keys, those up to which a token sees them, and the first one that it may see.
+  DEVICE int visible(int token) const {
+    const int diagonal = token + keys - c.a.q_len + 1;
+    return c.a.causal ? min(max(diagonal, 0), keys) : keys;
+  }
+  DEVICE int begins(int token) const {
+    return GAPS && c.window ? max(skipped, token + keys - c.a.q_len + 1 - c.window) : skipped;
+  }
+};
