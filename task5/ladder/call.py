@@ -11,6 +11,7 @@ from task5.ladder.checks import (
     MAX_BATCH,
     check_cached,
     expect_loadable,
+    expect_room,
     expect_scale,
     expect_window,
 )
@@ -140,6 +141,7 @@ def decode_attention(
 def _check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> tuple[int, int]:
     """batch, and the keys for which a sequence has room."""
     batch, heads, kv_heads, q_len, kv_len, _ = check_cached(q, k, v, block_table, DTYPES, HEAD_DIMS)
+    expect_room(kv_len)
     if not 1 <= q_len <= MAX_QUERIES:
         raise ValueError(f"q must have from 1 to {MAX_QUERIES} tokens; got {q_len}")
     expect_loadable(q=q, k=k, v=v)

@@ -64,14 +64,12 @@ def check_cached(
         sizes = check_attention(q, k, v, dtypes, head_dims[-1])
     else:
         sizes = _check_pages(q, k, v, block_table, dtypes)
-    kv_len, head_dim = sizes[4:]
+    head_dim = sizes[-1]
     if head_dim not in head_dims:
         *others, last = head_dims
         raise ValueError(
             f"head_dim must be {', '.join(map(str, others))} or {last}; got {head_dim}"
         )
-    if kv_len > MAX_KEYS:
-        raise ValueError(f"a sequence must have room for at most {MAX_KEYS:,} keys; got {kv_len:,}")
     return sizes
 
 
@@ -99,7 +97,15 @@ def _check_pages(
             raise ValueError(
                 f"pages of {name} must begin within {MAX_POOL:,} bytes of the first; got {span:,}"
             )
-    return batch, heads, kv_heads, q_len, block_table.shape[1] * page_size, head_dim
+    kv_len = block_table.shape[1] * page_size
+    expect_room(kv_len)
+    return batch, heads, kv_heads, q_len, kv_len, head_dim
+
+
+def expect_room(kv_len: int) -> None:
+    """ValueError for more keys of a sequence than a kernel of decode, or one that finds pages, counts."""
+    if kv_len > MAX_KEYS:
+        raise ValueError(f"a sequence must have room for at most {MAX_KEYS:,} keys; got {kv_len:,}")
 
 
 def expect_window(window: int | None) -> None:

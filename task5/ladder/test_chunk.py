@@ -11,7 +11,7 @@ from common.check.attention import attention_float64, attention_pytorch
 from common.check.hard_inputs import LAZY, add_to_scores, make_inputs
 from common.check.rng import Rng, new_seed
 from common.tests.devices import DEVICE, HOPPER, of_gpus_hopper
-from task5.ladder import chunk, decode_attention
+from task5.ladder import checks, chunk, decode_attention
 from task5.ladder.cases import CASES, HALVES, Case
 from task5.ladder.chunk import Work, best_split, chunk_attention, faster_than_the_ladder
 
@@ -250,6 +250,16 @@ def test_tiles_of_three_consumers():
 )
 def test_where_it_is_faster_than_the_ladder(batch, q_len, kv_len, heads, kv_heads, faster):
     assert chunk._is_faster(batch, q_len, heads, kv_heads, kv_len, 128, AT_ONCE) == faster
+
+
+@of_gpus_hopper
+def test_only_pages_limit_how_many_keys_there_are(monkeypatch):
+    monkeypatch.setattr(checks, "MAX_KEYS", 100)
+    q, k = (torch.zeros(1, n, 2, 64, dtype=HALF, device=DEVICE) for n in (20, 160))
+    assert not chunk_attention(q, k, k).any()
+    table = torch.zeros(1, 5, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="room for at most 100 keys; got 160"):
+        chunk_attention(q, k.view(5, 32, 2, 64), k.view(5, 32, 2, 64), block_table=table)
 
 
 def test_a_grid_has_no_room_for_more():
