@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
     registers_give<CONSUMERS == 2 ? 24 : 32>();
     if (first >= end) return;
     if constexpr (GAPS) {
-      if (threadIdx.x < 32) load_boxes<T>(tile, s);
+      if (threadIdx.x < 64) load_boxes<T>(tile, s);
     } else {
       if (threadIdx.x == 0) load_blocks<T>(tile, s);
     }

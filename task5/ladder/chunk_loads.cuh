@@ -31,14 +31,17 @@ DEVICE void load_blocks(const Tile& tile, Shared<D, B_r>& s) {
   begin_the_next_launch();
 }
 
-// The same with GAPS, by a warp whose lanes each load a box: some keys of a page, 64 columns.
+// The same with GAPS, K by one warp and V by another, whose lanes each load a box: some keys of a page, 64 columns.
 template <typename T, int D, int B_r>
 DEVICE void load_boxes(const Tile& tile, Shared<D, B_r>& s) {
-  constexpr int STAGES = Shared<D, B_r>::STAGES, SHARES = Shared<D, B_r>::SHARES;
   const Chunk& c = tile.c;
-  Ring<STAGES> k, v;
+  const bool of_K = threadIdx.x < 32;
+  const CUtensorMap& map = of_K ? c.k_map : c.v_map;
+  uint64_t *full = of_K ? s.k_full : s.v_full, *empty = of_K ? s.k_empty : s.v_empty;
   constexpr int PARTS = D / 64, OF_BLOCK = B_c / 16, HELD = 32 / OF_BLOCK;
-  const int lane = threadIdx.x, part = lane % PARTS, key = lane / PARTS << c.box_bits;  // of a block, its first one
+  const int lane = threadIdx.x % 32, part = lane % PARTS;
+  const int key = lane / PARTS << c.box_bits;  // of a block, this lane's first one
+  const bool loads = key < B_c;
   // Each lane has the number of a page: of 16 keys of HELD blocks from j down, and of the HELD next ones.
   const auto number = [&](int j) {
     const int block = j - lane / OF_BLOCK, n = block * B_c + lane % OF_BLOCK * 16;
@@ -47,43 +50,35 @@ DEVICE void load_boxes(const Tile& tile, Shared<D, B_r>& s) {
     return __ldcg(c.block_table + int64_t(tile.b) * c.max_pages + n / c.page_size);
   };
   int now = 0, next = number(tile.end - 1);
-  const bool loads = key < B_c;
-  struct Place {
-    int row, page;  // a page outside of the pool is loaded as zeros
-  } at[SHARES + 1] = {};  // of this lane's keys of blocks j + SHARES to j
-  const auto load = [&](uint16_t* block, const CUtensorMap& map, uint64_t* full, Place from) {
-    if (lane == 0) mbarrier_arrive_expect(full, B_c * D * sizeof(T));
-    __syncwarp();
-    if (!loads) return;
-    uint16_t* to = block + (part * B_c + key) * 64;
-    if (c.tiles == 1) return load_box_once(to, &map, full, from.row, part, tile.kv_head, from.page);
-    tma_load_box(to, &map, full, from.row, part, tile.kv_head, from.page);
-  };
-  if (lane == 0) {
+  if (threadIdx.x == 0) {
     mbarrier_arrive_expect(&s.q_full, c.tokens * c.group * D * sizeof(T));
     for (int i = 0; i < PARTS; ++i)
       tma_load_box(s.Q + i * B_r * 64, &c.q_map, &s.q_full, tile.kv_head * c.group, tile.token_0, i, tile.b);
   }
+  Ring<Shared<D, B_r>::STAGES> ring;
 #pragma unroll 1
-  for (int j = tile.end - 1; j >= tile.first - SHARES; --j) {
-    const int of_held = (tile.end - 1 - j) % HELD, row = j * B_c + key;
+  for (int j = tile.end - 1; j >= tile.first; --j) {
+    const int of_held = (tile.end - 1 - j) % HELD;
     if (of_held == 0) now = next, next = number(j - HELD);
+    // A page outside of the pool is loaded as zeros.
     const int page = __shfl_sync(~0u, now, of_held * OF_BLOCK + key / 16);
-    at[SHARES] = {c.block_table ? row % c.page_size : row, page};
-    if (j >= tile.first) {
-      mbarrier_wait(&s.k_empty[k.index], k.parity ^ 1);
-      const unsigned missing = __ballot_sync(~0u, loads && unsigned(page) >= unsigned(c.pages));
-      if (lane == 0) s.missing[k.index] = missing;
-      load(s.K[k.index], c.k_map, &s.k_full[k.index], at[SHARES]);
-      k.next();
+    const int row = c.block_table ? (j * B_c + key) % c.page_size : j * B_c + key;
+    const unsigned missing = __ballot_sync(~0u, loads && unsigned(page) >= unsigned(c.pages));
+    mbarrier_wait(&empty[ring.index], ring.parity ^ 1);
+    if (lane == 0) {
+      if (of_K) s.missing[ring.index] = missing;
+      mbarrier_arrive_expect(&full[ring.index], B_c * D * sizeof(T));
     }
-    if (j < tile.end - SHARES) {
-      mbarrier_wait(&s.v_empty[v.index], v.parity ^ 1);
-      load(s.V[v.index], c.v_map, &s.v_full[v.index], at[0]);
-      v.next();
+    __syncwarp();
+    if (loads) {
+      uint16_t* to = (of_K ? s.K : s.V)[ring.index] + (part * B_c + key) * 64;
+      if (c.tiles == 1) {
+        load_box_once(to, &map, &full[ring.index], row, part, tile.kv_head, page);
+      } else {
+        tma_load_box(to, &map, &full[ring.index], row, part, tile.kv_head, page);
+      }
     }
-#pragma unroll
-    for (int i = 0; i < SHARES; ++i) at[i] = at[i + 1];
+    ring.next();
   }
   begin_the_next_launch();
 }
