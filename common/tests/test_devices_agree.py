@@ -107,7 +107,7 @@ def _chunk(rng, device, split):
     return got, attention_float64(q, k, v, causal=True), attention_pytorch(q, k, v, causal=True)
 
 
-def _decode_as_a_chunk(rng, device, paged=False):
+def _decode_as_a_chunk(rng, device, paged=False, batch_invariant=False):
     """Behind a sequence's keys there is anything. In pages of 32, the last one first."""
     lengths = [600, 130]
     q, k, v = (
@@ -117,7 +117,9 @@ def _decode_as_a_chunk(rng, device, paged=False):
         k[b, n:] = v[b, n:] = torch.nan
     given = (t.to(device) for t in (q, k, v, torch.tensor(lengths, dtype=torch.int32)))
     q_there, k_there, v_there, lengths_there = given
-    options = dict(causal=True, seqlens_k=lengths_there)
+    options = dict(causal=True, seqlens_k=lengths_there, batch_invariant=batch_invariant)
+    if batch_invariant:
+        options["split"] = (2, 1)
     if paged:
         k_there, v_there = (t.view(40, 32, 2, 64).flip(0) for t in (k_there, v_there))
         pages = torch.arange(39, -1, -1, dtype=torch.int32, device=device)
@@ -276,6 +278,7 @@ KERNELS = {
             "chunk, clusters": partial(_chunk, split=(2, 2)),
             "decode as a chunk": _decode_as_a_chunk,
             "decode as a chunk, pages": partial(_decode_as_a_chunk, paged=True),
+            "decode as a chunk, batch-invariant": partial(_decode_as_a_chunk, batch_invariant=True),
         }
         if THEY_RUN
         else {}

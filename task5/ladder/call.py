@@ -107,16 +107,13 @@ def decode_attention(
     seen = kv_len if window is None else min(kv_len, window + q_len - 1)  # of a sequence, at most
     choice = Choice(rung, new_keys is not None)
     if rung is None:
-        if (
-            not batch_invariant
-            and fits(batch, heads, kv_heads)
-            and is_faster_as_a_chunk(
-                call, batch * kv_heads, seen, page_size=page_size, lengths=lengths
-            )
-        ):
+        if fits(batch, heads, kv_heads) and is_faster_as_a_chunk(
+            call, batch * kv_heads, seen, batch_invariant=batch_invariant, page_size=page_size,
+            lengths=lengths,
+        ):  # fmt: skip
             return chunk_attention(
                 q, k, v, causal=True, scale=scale, seqlens_k=seqlens_k, leftpad_k=leftpad_k,
-                block_table=block_table, window=window,
+                block_table=block_table, window=window, batch_invariant=batch_invariant,
             )  # fmt: skip
         choice = fastest(
             call, batch * kv_heads, seen, batch_invariant=batch_invariant, page_size=page_size,

@@ -58,15 +58,23 @@ class Choice(NamedTuple):
 
 
 def is_faster_as_a_chunk(
-    call: Call, heads: int, kv_len: int, *, page_size: int | None = None, lengths: int = 1
+    call: Call,
+    heads: int,
+    kv_len: int,
+    *,
+    batch_invariant: bool = False,
+    page_size: int | None = None,
+    lengths: int = 1,
 ) -> bool:
     """Whether chunk_attention takes less time: of more than 16 rows, unless keys are few, or pages small.
 
-    It has as many blocks for each sequence: not for up to 32 rows where lengths decide. Arguments are those of
-    :func:`fastest`.
+    It has as many blocks for each sequence: not for up to 32 rows where lengths decide. Batch-invariant, rows alone
+    decide. Arguments are those of :func:`fastest`.
     """
     if not call.hopper or call.item_size == 4 or call.head_dim == 256 or call.rows <= ROWS:
         return False
+    if batch_invariant:
+        return call.rows > 2 * ROWS
     if call.rows > 2 * ROWS:
         return not _has_few_keys(call, heads, kv_len)
     bytes_ = 2 * heads * kv_len * call.head_dim * call.item_size
@@ -92,8 +100,8 @@ def fastest(
 ) -> Choice:
     """The fastest for ``heads`` kv heads of all sequences, as NOTES.md has measured it.
 
-    Batch-invariant, a sequence has the same bits from rungs 3, 4 and 6 to 10, others from 5, and others from 11 and 12:
-    which of the three it is depends on what is the same in any batch, and whatever room there is.
+    Batch-invariant, a sequence has the same bits from rungs 3, 4 and 6 to 10, others from 5, others from 11 and 12, and
+    others as a chunk: which of these it is depends on what is the same in any batch, and whatever room there is.
 
     Args:
         call: what a kernel is chosen by.

@@ -1,6 +1,6 @@
 // Chunked prefill: see chunk.cuh.
 // architectures: sm_90a cpu
-constexpr bool GAPS = false;
+constexpr bool GAPS = false, BATCH_INVARIANT = false;
 #include "chunk.cuh"
 
 // How many clusters of so many blocks the GPU holds at once. In each of the kernels a block takes an SM.

@@ -18,11 +18,14 @@
 //                  the cache has behind them, too: such rows of V become zeros
 //   gaps           a row may not see all keys before its own: not those ahead of a window, nor padding, nor those whose
 //                  page is not in the pool. The first of a tile's blocks is masked as its last one is
+//   batch-invariant  keys are cut into the leaves of a tree, in a way that follows from their number alone. A consumer
+//                  has one or several, and merges them as it goes: the tree is the same however many share it
 #pragma once
 #include <cuda_runtime.h>
 
 #include "../../task4/ladder/softmax.cuh"
 #include "../../task4/ladder/warpgroup.cuh"
+#include "chunk_leaves.cuh"
 #include "chunk_loads.cuh"
 #include "chunk_merge.cuh"
 #include "chunk_tile.cuh"
@@ -44,6 +47,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], READERS);
       mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], READERS);
+      s.missing[i] = 0;
     }
     mbarrier_init_fence();
     for (LazyFlags& flags : s.lazy) flags = {};
@@ -56,15 +60,24 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
   }
   __syncthreads();  // barriers initialised before any thread uses them
 
+  // Lengths are mostly what they were before that launch. With these, numbers of pages are asked for beside them.
+  const bool paged = GAPS && c.block_table;
+  if (paged) tile.find_keys();
   wait_for_the_launch_before();
+  int page = -1;
+  const int2 before = make_int2(tile.begin, tile.keys);
+  if (paged && threadIdx.x < 64) page = page_number<SHARES>(tile, 0);
   tile.find_keys();
-  const int first = tile.first, end = tile.end, keys = tile.keys;
+  if (paged && threadIdx.x < 64 && (before.x != tile.begin || before.y != tile.keys))
+    page = page_number<SHARES>(tile, 0);
+  int first = tile.first;
+  const int end = tile.end, keys = tile.keys;
 
   if (warpgroup == 0) {
     registers_give<CONSUMERS == 2 ? 24 : 32>();
     if (first >= end) return;
-    if constexpr (GAPS) {
-      if (threadIdx.x < 64) load_boxes<T>(tile, s);
+    if (paged) {
+      if (threadIdx.x < 64) load_boxes<T>(tile, s, page);
     } else {
       if (threadIdx.x == 0) load_blocks<T>(tile, s);
     }
@@ -90,12 +103,23 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
   float m_i[2] = {-INFINITY, -INFINITY};
   uint32_t P[B_c / 4];
 
-  const auto go_on = [](Ring<STAGES>& ring) {
-    for (int i = 0; i < SHARES; ++i) ring.next();
+  // Consumers that share the keys read them in turns; or leaves, and what one has more of on its own: Tile::read().
+  OwnLeaves<D, B_r> leaves(tile, share);
+  constexpr bool IN_HALVES = BATCH_INVARIANT && SHARES == 2;
+  constexpr int STEP = BATCH_INVARIANT ? 1 : SHARES;
+  int k_nth = 0, v_nth = 0;
+  const auto go_on = [&](Ring<STAGES>& ring, int nth) {  // past the nth block of its own
+    const int steps = !IN_HALVES || nth + 1 < leaves.both ? SHARES : nth + 1 == leaves.both ? 2 - share
+                                                                                            : 1;
+    for (int i = 0; i < steps; ++i) ring.next();
   };
-  if (share == 1) k.next(), v.next();
+  if (share == 1 && (!IN_HALVES || leaves.both > 0)) k.next(), v.next();
 
   int j = end - 1 - share;  // the first S has no P V_j beside it
+  if constexpr (BATCH_INVARIANT) {
+    first = leaves.first_of_all(), j = leaves.none() ? first - 1 : leaves.last();
+    leaves.take_slot();
+  }
   if (j >= first) {
     const auto sees = [&](int row) { return tile.visible(tile.token_0 + row / c.group); };
     const int seen[2] = {sees(row) - 2 * t, sees(row + 8) - 2 * t};  // from this thread's first column on
@@ -142,7 +166,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
     wgmma_wait<0>();
     mask_gaps(j);
     arrive_as_warp(&s.k_empty[k.index]);  // S is complete: K_j has been read
-    go_on(k);
+    go_on(k, k_nth++);
     softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});
     pack_P<T, B_c>(P, S);
     clear_V(j);
@@ -160,22 +184,38 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
     const auto end_PV = [&] {
       finish_PV(O_i, P);
       arrive_as_warp(&s.v_empty[v.index]);  // O_i is complete: V_j has been read
-      go_on(v);
+      go_on(v, v_nth++);
     };
     const auto masked_step = [&] {
       begin_step();
       mask_gaps(j);
       arrive_as_warp(&s.k_empty[k.index]);
-      go_on(k);
+      go_on(k, k_nth++);
       softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});
       end_PV();
       rescale_O<D>(O_i, rescale);
       pack_P<T, B_c>(P, S);
       if (GAPS) clear_V(j);
     };
-    j -= SHARES;
+    // The first step of a leaf beside the last P V_j of the leaf behind it.
+    const auto first_step_of_a_leaf = [&] {
+      begin_step();
+      mask_gaps(j);
+      arrive_as_warp(&s.k_empty[k.index]);
+      go_on(k, k_nth++);
+      end_PV();
+      leaves.complete(O_i, m_i, l_i, scale);
+#pragma unroll
+      for (float& x : O_i) x = 0.0f;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) m_i[h] = -INFINITY, l_i[h] = 0.0f;
+      softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});
+      pack_P<T, B_c>(P, S);
+      clear_V(j);
+    };
+    j -= STEP;
     if (!GAPS) {
-      for (; j >= whole; j -= SHARES) masked_step();
+      for (; j >= whole; j -= STEP) masked_step();
     }
     // As in rung 14. change(shift) may move the new maxima.
     const auto step = [&](auto change) {
@@ -188,7 +228,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
       if (As::L_FIRST) sum[0][0] = l_i[0] * rescale[0], sum[1][0] = l_i[1] * rescale[1];
       exponentials<0, As::BEFORE, B_c>(S, sum, shift, scale);
       arrive_after(&s.k_empty[k.index], sum[As::BEFORE > B_c / 4][1]);
-      go_on(k);
+      go_on(k, k_nth++);
       end_PV();
       exponentials<As::BEFORE, B_c / 2, B_c>(S, sum, shift, scale);
       for (int h = 0; h < 2; ++h)
@@ -220,7 +260,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
           begin_step();
           const auto computed = [&](float x) {
             arrive_after(&s.k_empty[k.index], x);
-            go_on(k);
+            go_on(k, k_nth++);
             end_PV();
           };
           more = lazy.step(S, P, O_i, l_i, j, computed, [&] {
@@ -233,9 +273,11 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
       }
     }
 #pragma unroll 1
-    for (; j >= first; j -= SHARES) {
+    for (; j >= first; j -= STEP) {
       if (GAPS) mbarrier_wait(&s.k_full[k.index], k.parity);  // then `missing` is known
-      if (GAPS && (j >= whole || has_gaps(j))) {
+      if (BATCH_INVARIANT && j < leaves.first()) {
+        first_step_of_a_leaf();
+      } else if (GAPS && (j >= whole || has_gaps(j))) {
         masked_step();
       } else {
         step(no_change);
@@ -245,8 +287,13 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
     mbarrier_wait(&s.v_full[v.index], v.parity);
     begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);
     finish_PV(O_i, P);
+    if (BATCH_INVARIANT) leaves.complete(O_i, m_i, l_i, scale);
   }
-  if (share == 1 && (end - first) % 2 == 1) wait_for_turn(), pass_turn();  // the other has had one turn more
+  if (IN_HALVES) {
+    for (int n = leaves.own; n < end - tile.first - leaves.own; ++n) wait_for_turn(), pass_turn();  // the other's turns
+  } else if (share == 1 && (end - first) % 2 == 1) {
+    wait_for_turn(), pass_turn();  // the other has had one turn more
+  }
   if (wg == 0) wait_for_turn();  // the last consumer's last pass_turn(): no barrier is left with arrivals
 
   // ---- The parts
@@ -255,8 +302,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int r = share * B_r + row + 8 * h;
-    float l = l_i[h];
-    l += __shfl_xor_sync(~0u, l, 1), l += __shfl_xor_sync(~0u, l, 2);
+    const float l = BATCH_INVARIANT ? l_i[h] : row_sum(l_i[h]);  // of leaves they are summed already
     if (t == 0) s.parts.ml[r] = make_float2(m_i[h], l);
 #pragma unroll
     for (int i = 0; i < D / 8; ++i)
@@ -264,6 +310,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
           make_float2(O_i[4 * i + 2 * h], O_i[4 * i + 2 * h + 1]);
   }
   merge_parts<T>(tile, s);
+  if (BATCH_INVARIANT) leaves.give_slot();
 }
 
 // q in boxes of 64 columns of all heads of a group: [token][head][64].
@@ -284,6 +331,12 @@ static cudaError_t launch(Chunk& c, cudaStream_t stream) {
   static_assert(bytes <= 227 * 1024, "a block has at most 227 KiB of shared memory");
   c.tokens = B_r / c.group;
   c.tiles = ceil_div(a.q_len, c.tokens);
+  if (c.clusters > 1) {  // what clusters leave comes first
+    const int64_t tiles = int64_t(a.batch) * a.kv_heads * c.tiles;
+    c.waiting = c.partial + tiles * c.clusters * B_r * (D + 2), c.taken = c.counters + tiles * c.splits;
+  } else {
+    c.waiting = c.partial, c.taken = c.counters;
+  }
   cudaError_t error;
   if ((error = make_packed_map<T>(&c.q_map, a, c.group, c.tokens))) return error;
   if ((error = allow_shared_memory<kernel, bytes>())) return error;
@@ -304,13 +357,20 @@ static cudaError_t launch(Chunk& c, int rows, cudaStream_t stream) {
 
 template <typename T>
 static cudaError_t launch(Chunk& c, int rows, const View& k, const View& v, cudaStream_t stream) {
-  const int keys = 1 << c.box_bits, columns = GAPS ? 64 : c.a.head_dim;  // of a box
+  const int keys = 1 << c.box_bits, columns = c.block_table ? 64 : c.a.head_dim;  // of a box
   cudaError_t error;
   if ((error = make_rows_map<T>(&c.k_map, k, keys, columns))) return error;
   if ((error = make_rows_map<T>(&c.v_map, v, keys, columns))) return error;
   if (c.a.head_dim == 64) return launch<T, 64>(c, rows, stream);
   if (c.a.head_dim == 128) return launch<T, 128>(c, rows, stream);
   return cudaErrorInvalidValue;
+}
+
+// What a chunk with GAPS has beside the others.
+static void set_gaps(Chunk& c, const View& k, const int* leftpad_k, const int* block_table, int max_pages, int window) {
+  c.leftpad_k = leftpad_k, c.block_table = block_table, c.max_pages = max_pages, c.window = window;
+  c.pages = k.sizes[0], c.page_size = k.sizes[1];
+  while (block_table && c.page_size % (1 << c.box_bits)) --c.box_bits;
 }
 
 // rows: of a tile; 64, 128, or with head_dim 64 and without GAPS 192. c has what is not named here.

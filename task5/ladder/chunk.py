@@ -29,7 +29,7 @@ MANY = 192  # rows of a tile with three consumers, of head_dim 64
 # Of a tile's keys in a cluster. Clusters of 3, 5 or 6 blocks lie unevenly on the chip.
 SPLITS = (1, 2, 4, 8)
 MOST_CLUSTERS = 16  # of a tile
-AT_ONCE = 4  # parts of a cluster that are merged at once, as in chunk.cu
+AT_ONCE = 4  # parts of a cluster that are merged at once, as in chunk_merge.cuh
 # In the time that a block takes for KEYS keys: a launch with its first loads and the merging in clusters, and AT_ONCE
 # parts more of these; several clusters' merging, and each of their parts.
 OVERHEAD, MORE, MERGING, PART = 5, 1, 1, 1.2
@@ -39,8 +39,12 @@ COMPUTED, DELIVERED = {FEW: 0.67, ROWS: 1, MANY: 1.33}, {64: 0.9, 128: 1.35}
 NEIGHBOURS = 0.985  # where blocks beside each other read the same keys: an L2 request of one is the other's as well
 LADDER = {ROWS: 1, MANY: 1.25}  # of a block of task 4's ladder with so many rows, for KEYS keys
 LADDER_OF_MANY = 1024  # queries: of more the ladder has tiles of MANY rows, with head_dim 64
+# Batch-invariant: into how many leaves a tile's keys are cut at most; the time that each of several leaves of a block
+# takes to be kept, with head_dim 128; and warps of a block that keep some.
+MOST_LEAVES, LEAF, WARPS = 256, 2, 8
 # Of GPUs, for Hopper. GAPS: rows that do not see all keys before their own, or keys in pages
 _KERNELS, _GAPS = Kernels(__file__, "chunk.cu"), Kernels(__file__, "chunk_with_gaps.cu")
+_BATCH_INVARIANT = Kernels(__file__, "chunk_batch_invariant.cu")
 
 
 def chunk_attention(
@@ -54,6 +58,7 @@ def chunk_attention(
     leftpad_k: Tensor | None = None,
     block_table: Tensor | None = None,
     window: int | None = None,
+    batch_invariant: bool = False,
     split: tuple[int, int] | None = None,
 ) -> Tensor:
     """softmax(scale q k^T) v where q has few rows and k many: the keys of a tile of q are split among blocks.
@@ -72,8 +77,9 @@ def chunk_attention(
             ``block_table[b, j // page_size]``, and kv_len is max_pages * page_size. Sequences may share pages. A page
             outside of the pool is not read, and its keys are not seen.
         window: with ``causal`` how many keys a query sees at most, its own included; None: no limit.
-        split: how many blocks of a cluster share the keys of a tile, 1, 2, 4 or 8, and how many clusters, 1 to 16; what
-            should be fastest if None.
+        batch_invariant: a sequence's result has the same bits alone, in any batch and order, contiguous or paged.
+        split: how many blocks of a cluster share the keys of a tile, 1, 2, 4 or 8, and how many clusters, 1 to 16,
+            batch-invariant a power of two; what should be fastest if None.
 
     Returns:
         ``(batch, q_len, heads, head_dim)``, contiguous, q's dtype. A query that sees no key gives 0.
@@ -98,6 +104,8 @@ def chunk_attention(
         raise ValueError(
             f"split must be one of {SPLITS} blocks, and 1 to {MOST_CLUSTERS} clusters; got {split!r}"
         )
+    if batch_invariant and split is not None and split[1] & (split[1] - 1):
+        raise ValueError(f"batch-invariant, clusters must be a power of two; got {split[1]}")
     if q.is_cuda and not is_hopper(q.device):
         raise ValueError(
             f"of GPUs, chunk_attention runs on Hopper alone; the tensors are on {q.device}"
@@ -116,27 +124,35 @@ def chunk_attention(
     gaps = not (block_table is None and leftpad_k is None and window is None)
     seen = kv_len if window is None else min(kv_len, window + q_len - 1)
     works, at_once = _works(batch, q_len, heads, kv_heads, seen, head_dim), _at_once(q.device)
-    if gaps:
+    if gaps or batch_invariant:
         works = tuple(work for work in works if work.rows != MANY)
+    leaves = _leaves(works[0], kv_heads, sms_of(q.device)) if batch_invariant else 0
     if split is None:
-        work, (splits, clusters) = _fastest(works, at_once)
+        work, (splits, clusters) = _fastest(works, at_once, leaves)
     else:
         splits, clusters = split
         work = min(works, key=lambda work: _cost(work, at_once, split))
-    partial, counters = None, None
+    floats = counts = 0
     if clusters > 1:
-        floats = work.tiles * clusters * work.rows * (head_dim + 2)
-        partial, counters = workspace(q.device, floats, work.tiles * splits)
+        floats, counts = work.tiles * clusters * work.rows * (head_dim + 2), work.tiles * splits
     more = {}
-    if gaps:
+    if batch_invariant:
+        of_a_consumer = _used(leaves, work.blocks + 1) // (splits * clusters * work.consumers)
+        levels = max(1, of_a_consumer).bit_length() - 1
+        at_work = sms_of(q.device) if q.is_cuda else work.tiles * splits * clusters  # blocks
+        slots = WARPS * at_work if levels else 0
+        floats, counts = floats + slots * levels * 32 * (head_dim // 2 + 4), counts + slots
+        more = dict(leaf_bits=leaves.bit_length() - 1, slots=slots, levels=levels)
+    partial, counters = workspace(q.device, floats, counts) if floats else (None, None)
+    if gaps or batch_invariant:
         max_pages = 0 if block_table is None else block_table.shape[1]
-        more = dict(
+        more |= dict(
             leftpad_k=leftpad_k,
             block_table=block_table,
             max_pages=max_pages,
             window=min(window or 0, kv_len),
         )
-    (_GAPS if gaps else _KERNELS).launch(
+    (_BATCH_INVARIANT if batch_invariant else _GAPS if gaps else _KERNELS).launch(
         "chunk", q=q, k=k, v=v, out=out, seqlens_k=seqlens_k, **more,
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale), causal=int(causal), rows=work.rows,
         splits=splits, clusters=clusters, partial=partial, counters=counters, dtype=dtype_code(q.dtype),
@@ -186,6 +202,11 @@ class Work(NamedTuple):
     blocks: int
     rows: int = ROWS
     head_dim: int = HEAD_DIMS[-1]
+
+    @property
+    def consumers(self) -> int:
+        """Of a block, that share its keys."""
+        return 2 if self.rows == FEW else 1
 
     @property
     def tiles(self) -> int:
@@ -251,10 +272,24 @@ def _is_faster(
     return _cost(work, at_once, split) < ladder
 
 
-def _fastest(works: tuple[Work, ...], at_once: AtOnce) -> tuple[Work, tuple[int, int]]:
+def _leaves(work: Work, kv_heads: int, sms: int) -> int:
+    """Batch-invariant, into how many leaves a tile's keys are cut at most: as many as consumers of a sequence alone."""
+    blocks = max(1, sms // (kv_heads * work.tiles_of_a_head))
+    return min(MOST_LEAVES, work.consumers << blocks.bit_length() - 1)
+
+
+def _used(leaves: int, blocks: int) -> int:
+    """Leaves of a tile with so many blocks of KEYS: as bits_of_leaves() of chunk_tile.cuh."""
+    bits = max(1, blocks).bit_length() - 1
+    return min(leaves, 1 << max(0, bits - 1 - min(max(0, (bits - 3) // 2), 2)))
+
+
+def _fastest(
+    works: tuple[Work, ...], at_once: AtOnce, leaves: int = 0
+) -> tuple[Work, tuple[int, int]]:
     """The size of tiles, and the split, that finish first."""
-    work = min(works, key=lambda work: _cost(work, at_once, best_split(work, at_once)))
-    return work, best_split(work, at_once)
+    work = min(works, key=lambda work: _cost(work, at_once, best_split(work, at_once, leaves)))
+    return work, best_split(work, at_once, leaves)
 
 
 def _cost(work: Work, at_once: AtOnce, split: tuple[int, int]) -> float:
@@ -275,19 +310,31 @@ def _cost(work: Work, at_once: AtOnce, split: tuple[int, int]) -> float:
 
 
 @functools.lru_cache(maxsize=1024)
-def best_split(work: Work, at_once: AtOnce) -> tuple[int, int]:
+def best_split(work: Work, at_once: AtOnce, leaves: int = 0) -> tuple[int, int]:
     """Blocks of a cluster and clusters that finish first, where each SM computes block after block.
 
     Args:
         work: of the call.
         at_once: clusters that the GPU holds, for each of SPLITS.
+        leaves: batch-invariant, into how many the keys of a tile are cut at most; else 0.
     """
+    most, several = max(1, work.blocks), range(1, MOST_CLUSTERS + 1)
+    if leaves:
+        leaves = _used(leaves, work.blocks)
+        most, several = max(1, leaves // work.consumers), (1, 2, 4, 8, 16)
+
+    def cost(split: tuple[int, int]) -> tuple[float, int]:
+        blocks = split[0] * split[1]
+        of_a_consumer = leaves // (blocks * work.consumers)
+        keeping = LEAF * work.head_dim / 128 * max(0, of_a_consumer - 1)
+        return _cost(work, at_once, split) + keeping, blocks
+
     return min(
         (
             (splits, clusters)
             for splits in SPLITS
-            for clusters in range(1, MOST_CLUSTERS + 1)
-            if splits * clusters <= max(1, work.blocks)
+            for clusters in several
+            if splits * clusters <= most
         ),
-        key=lambda split: (_cost(work, at_once, split), split[0] * split[1]),
+        key=cost,
     )

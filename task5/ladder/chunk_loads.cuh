@@ -14,56 +14,70 @@ DEVICE void load_blocks(const Tile& tile, Shared<D, B_r>& s) {
     tma_load_box(s.Q + part * B_r * 64, &c.q_map, &s.q_full, tile.kv_head * c.group, tile.token_0, part, tile.b);
   const uint64_t policy = c.tiles == 1 ? EVICT_FIRST : EVICT_NORMAL;
   // In the order of use: K, K V, K V, ..., V; where consumers share the keys, K, K, K V, ..., V, V
-  for (int j = tile.end - 1; j >= tile.first - SHARES; --j) {
-    if (j >= tile.first) {
+  const int blocks = tile.end - tile.first;
+  for (int nth = 0; nth < blocks + SHARES; ++nth) {
+    if (nth < blocks) {
+      const int row = tile.template read<SHARES>(nth) * B_c;
       mbarrier_wait(&s.k_empty[k.index], k.parity ^ 1);
       mbarrier_arrive_expect(&s.k_full[k.index], B_c * D * sizeof(T));
-      tma_load(s.K[k.index], &c.k_map, &s.k_full[k.index], j * B_c, tile.kv_head, tile.b, policy);
+      tma_load(s.K[k.index], &c.k_map, &s.k_full[k.index], row, tile.kv_head, tile.b, policy);
       k.next();
     }
-    if (j < tile.end - SHARES) {
+    if (nth >= SHARES) {
+      const int row = tile.template read<SHARES>(nth - SHARES) * B_c;
       mbarrier_wait(&s.v_empty[v.index], v.parity ^ 1);
       mbarrier_arrive_expect(&s.v_full[v.index], B_c * D * sizeof(T));
-      tma_load(s.V[v.index], &c.v_map, &s.v_full[v.index], (j + SHARES) * B_c, tile.kv_head, tile.b, policy);
+      tma_load(s.V[v.index], &c.v_map, &s.v_full[v.index], row, tile.kv_head, tile.b, policy);
       v.next();
     }
   }
   begin_the_next_launch();
 }
 
-// The same with GAPS, K by one warp and V by another, whose lanes each load a box: some keys of a page, 64 columns.
+// Each lane of a warp has the number of a page: of 16 keys of some blocks from the nth on.
+constexpr int OF_BLOCK = B_c / 16, HELD = 32 / OF_BLOCK;  // numbers of a block; blocks
+template <int SHARES>
+DEVICE int page_number(const Tile& tile, int nth) {
+  const int lane = threadIdx.x % 32;
+  nth += lane / OF_BLOCK;
+  const int key = tile.read<SHARES>(nth) * B_c + lane % OF_BLOCK * 16;
+  if (nth >= tile.end - tile.first || key >= tile.keys) return -1;
+  return __ldcg(tile.c.block_table + int64_t(tile.b) * tile.c.max_pages + key / tile.c.page_size);
+}
+
+// The same from pages, K by one warp and V by another, whose lanes each load a box: some keys of a page, 64 columns.
+// `next` is page_number() of the first blocks.
 template <typename T, int D, int B_r>
-DEVICE void load_boxes(const Tile& tile, Shared<D, B_r>& s) {
+DEVICE void load_boxes(const Tile& tile, Shared<D, B_r>& s, int next) {
   const Chunk& c = tile.c;
   const bool of_K = threadIdx.x < 32;
   const CUtensorMap& map = of_K ? c.k_map : c.v_map;
   uint64_t *full = of_K ? s.k_full : s.v_full, *empty = of_K ? s.k_empty : s.v_empty;
-  constexpr int PARTS = D / 64, OF_BLOCK = B_c / 16, HELD = 32 / OF_BLOCK;
+  constexpr int PARTS = D / 64, STAGES = Shared<D, B_r>::STAGES, SHARES = Shared<D, B_r>::SHARES;
   const int lane = threadIdx.x % 32, part = lane % PARTS;
   const int key = lane / PARTS << c.box_bits;  // of a block, this lane's first one
   const bool loads = key < B_c;
-  // Each lane has the number of a page: of 16 keys of HELD blocks from j down, and of the HELD next ones.
-  const auto number = [&](int j) {
-    const int block = j - lane / OF_BLOCK, n = block * B_c + lane % OF_BLOCK * 16;
-    if (!c.block_table) return tile.b;
-    if (block < tile.first || n >= tile.keys) return -1;
-    return __ldcg(c.block_table + int64_t(tile.b) * c.max_pages + n / c.page_size);
-  };
-  int now = 0, next = number(tile.end - 1);
+  const int blocks = tile.end - tile.first;
+  int now = 0;
   if (threadIdx.x == 0) {
     mbarrier_arrive_expect(&s.q_full, c.tokens * c.group * D * sizeof(T));
     for (int i = 0; i < PARTS; ++i)
       tma_load_box(s.Q + i * B_r * 64, &c.q_map, &s.q_full, tile.kv_head * c.group, tile.token_0, i, tile.b);
   }
-  Ring<Shared<D, B_r>::STAGES> ring;
+  Ring<STAGES> ring;
+  if (!of_K) {
+    mbarrier_wait(&s.k_full[0], 0);  // the first K_j would come later if V_j were asked for beside them
+    if (blocks > STAGES) barrier_arrive(ARRIVED, 64);
+  }
 #pragma unroll 1
-  for (int j = tile.end - 1; j >= tile.first; --j) {
-    const int of_held = (tile.end - 1 - j) % HELD;
-    if (of_held == 0) now = next, next = number(j - HELD);
+  for (int nth = 0; nth < blocks; ++nth) {
+    const int j = tile.read<SHARES>(nth), of_held = nth % HELD;
+    if (of_held == 0) now = next, next = page_number<SHARES>(tile, nth + HELD);
     // A page outside of the pool is loaded as zeros.
     const int page = __shfl_sync(~0u, now, of_held * OF_BLOCK + key / 16);
-    const int row = c.block_table ? (j * B_c + key) % c.page_size : j * B_c + key;
+    const int row = (j * B_c + key) % c.page_size;
     const unsigned missing = __ballot_sync(~0u, loads && unsigned(page) >= unsigned(c.pages));
+    if (of_K && nth == STAGES) barrier_sync(ARRIVED, 64);  // the other warp is done with the buffer's barrier
     mbarrier_wait(&empty[ring.index], ring.parity ^ 1);
     if (lane == 0) {
       if (of_K) s.missing[ring.index] = missing;

@@ -1,8 +1,48 @@
 // How the parts of a chunk's tile become its rows of the output: in a block, in its cluster, and of several clusters.
 #pragma once
+#include "chunk_leaves.cuh"
 #include "chunk_tile.cuh"
 #include "cluster_memory.cuh"
 #include "count.cuh"
+
+// BATCH_INVARIANT: what a thread has of some keys' part of a row.
+template <int QUADS>
+struct PartOfRow {
+  float m, l;
+  float4 O[QUADS];
+
+  DEVICE void merge_with(const PartOfRow& right, float scale) {
+    float weight, of_right;
+    m = merge_maxima(m, right.m, scale, weight, of_right);
+    l = fmaf(of_right, right.l, weight * l);
+#pragma unroll
+    for (int u = 0; u < QUADS; ++u) {
+      O[u].x = fmaf(of_right, right.O[u].x, weight * O[u].x), O[u].y = fmaf(of_right, right.O[u].y, weight * O[u].y);
+      O[u].z = fmaf(of_right, right.O[u].z, weight * O[u].z), O[u].w = fmaf(of_right, right.O[u].w, weight * O[u].w);
+    }
+  }
+};
+
+// Merges 1 to MOST_PARTS parts, a power of two, as the leaves of a tree: get(n) is also called for n behind them, which
+// gives nothing.
+template <int QUADS, typename Get>
+DEVICE PartOfRow<QUADS> merge_tree(int parts, float scale, Get get) {
+  const auto four = [&](int n) {
+    PartOfRow<QUADS> part[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) part[i] = get(n + i);
+    part[0].merge_with(part[1], scale), part[2].merge_with(part[3], scale);
+    part[0].merge_with(part[2], scale);
+    return part[0];
+  };
+  PartOfRow<QUADS> p = four(0);
+  if (parts > 4) p.merge_with(four(4), scale);
+  if (parts > 8) {
+    PartOfRow<QUADS> second = four(8);
+    second.merge_with(four(12), scale), p.merge_with(second, scale);
+  }
+  return p;
+}
 
 // All parts of this block are in its shared memory. By its consumers.
 template <typename T, int D, int B_r>
@@ -24,6 +64,19 @@ DEVICE void merge_parts(const Tile& tile, Shared<D, B_r>& s) {
 #pragma unroll 1
     for (int r_0 = thread / 32 * 4; r_0 < rows; r_0 += MERGERS / OF_ROW) {
       const int r_of_thread = r_0 + thread % 32 / OF_ROW, r = min(r_of_thread, rows - 1);
+      if constexpr (BATCH_INVARIANT) {
+        const PartOfRow<QUADS> p = merge_tree<QUADS>(parts, scale, [&](int n) {
+          PartOfRow<QUADS> part;
+          const float2 ml = n < parts ? ml_of(n, r) : make_float2(-INFINITY, 0.0f);
+          part.m = ml.x, part.l = ml.y;
+#pragma unroll
+          for (int u = 0; u < QUADS; ++u) part.O[u] = O_of(n, r, 4 * (lane_of_row + OF_ROW * u));
+          return part;
+        });
+        __syncwarp();
+        if (r_of_thread < rows) use(r, make_float2(p.m, p.l), p.O);
+        continue;
+      }
       float m = -INFINITY, l = 0.0f;
       float weight[MOST_PARTS / OF_ROW], l_of[MOST_PARTS / OF_ROW];  // of parts lane_of_row and lane_of_row + 8
 #pragma unroll

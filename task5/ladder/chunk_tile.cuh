@@ -6,7 +6,7 @@
 #include "lazy_maximum.cuh"
 #include "tensor_map.cuh"
 
-// A kernel has said whether there are GAPS, or pages.
+// A kernel has said whether there are GAPS, or pages; and whether it is BATCH_INVARIANT.
 
 constexpr int B_c = 128, MOST_CONSUMERS = 3;
 constexpr int MOST_PARTS = 16;  // of a row that are merged at once: a cluster's blocks, or a tile's clusters
@@ -14,7 +14,8 @@ constexpr int MOST_PARTS = 16;  // of a row that are merged at once: a cluster's
 enum NamedBarrier { MERGE = 1,     // K_j and V_j have been read
                     COMPLETE = 2,  // the parts are, or the zeros behind the keys
                     TURN = 3,      // TURN + w: consumer w may issue its products
-                    DECISION = TURN + MOST_CONSUMERS };  // DECISION + w: every warp of consumer w has voted
+                    DECISION = TURN + MOST_CONSUMERS,  // DECISION + w: every warp of consumer w has voted
+                    ARRIVED = DECISION + MOST_CONSUMERS };  // the first K_j has
 
 struct Chunk {
   CUtensorMap q_map, k_map, v_map;
@@ -26,6 +27,11 @@ struct Chunk {
   const int *leftpad_k = nullptr, *block_table = nullptr;  // keys to skip at the start of each sequence; its pages
   int max_pages = 0, page_size = 0, pages = 0;             // of a sequence; keys of a page; of the pool, or sequences
   int window = 0, box_bits = 7;                            // 0: no limit; 1 << box_bits keys are loaded at once
+  // BATCH_INVARIANT: a tile's keys are cut into at most 1 << leaf_bits leaves. Of a warp's subtrees some wait for their
+  // neighbours, in a slot: there are as many as the GPU has warps at once
+  int leaf_bits = 0, slots = 0, levels = 0;
+  float* waiting = nullptr;  // [slot][level], a state of a warp
+  int* taken = nullptr;      // of each slot whether a warp has it, 0 between launches
   float* partial;            // [tile][cluster][B_r][head_dim], and behind all of them m, l: [tile][cluster][B_r][2]
   int* counters;             // [tile][splits], 0 between launches
 };
@@ -53,6 +59,12 @@ struct Shared {
   bool last;  // of the tile's clusters
 };
 
+// BATCH_INVARIANT: of so many blocks of keys. A leaf has two or more, from 32 on four, and from 128 on eight.
+DEVICE int bits_of_leaves(int blocks) {
+  const int bits = 31 - __clz(max(1, blocks));
+  return max(0, bits - 1 - min(max(0, (bits - 3) / 2), 2));
+}
+
 // What a block has of its tile: rows, and a share of their keys.
 struct Tile {
   const Chunk& c;
@@ -62,6 +74,8 @@ struct Tile {
   // Known behind the launch before: keys of the sequence, and those to skip; the first key that some row sees; of the
   // blocks of keys, those of this block
   int keys, skipped, begin, first, end;
+  // BATCH_INVARIANT: the tile's blocks of keys, cut into 1 << leaf_bits leaves; where a second consumer's begin
+  int first_of_all, all, leaf_bits, middle;
 
   DEVICE explicit Tile(const Chunk& c) : c(c) {
     // Neighbours are tiles that read the same keys: an L2 request of one is the other's as well.
@@ -77,8 +91,26 @@ struct Tile {
     skipped = GAPS && c.leftpad_k ? max(__ldcg(c.leftpad_k + b), 0) : 0;
     begin = GAPS ? min(begins(token_0), keys) : 0;
     const int nth = cluster * c.splits + split, of = c.clusters * c.splits;  // of the tile's blocks
-    const int first_block = begin / B_c, all = max(0, ceil_div(visible(last_token()), B_c) - first_block);
-    first = first_block + int64_t(all) * nth / of, end = first_block + int64_t(all) * (nth + 1) / of;
+    first_of_all = begin / B_c, all = max(0, ceil_div(visible(last_token()), B_c) - first_of_all);
+    if constexpr (BATCH_INVARIANT) {
+      leaf_bits = min(c.leaf_bits, bits_of_leaves(all));
+      first = leaf_begin(first_leaf(nth, of)), end = leaf_begin(first_leaf(nth + 1, of));
+      middle = leaf_begin(first_leaf(2 * nth + 1, 2 * of));
+    } else {
+      first = first_of_all + int64_t(all) * nth / of, end = first_of_all + int64_t(all) * (nth + 1) / of;
+    }
+  }
+  // Of `of` that share the tile, a power of two, each has neighbouring leaves: as many, or one if there are fewer.
+  DEVICE int first_leaf(int nth, int of) const { return ((nth << leaf_bits) + of - 1) >> (31 - __clz(of)); }
+  DEVICE int leaf_begin(int leaf) const { return first_of_all + int(int64_t(all) * leaf >> leaf_bits); }
+  // The block of keys that this block reads as its nth. Consumers that share the keys have every other one; or, of
+  // leaves, the first half and the second, in turns while there are both.
+  template <int SHARES>
+  DEVICE int read(int nth) const {
+    if (!BATCH_INVARIANT || SHARES == 1) return end - 1 - nth;
+    const int both = min(middle - first, end - middle);
+    const bool second = nth < 2 * both ? nth % 2 : end - middle > both;
+    return (second ? end : middle) - 1 - (nth < 2 * both ? nth / 2 : nth - both);
   }
   DEVICE int last_token() const { return token_0 + rows / c.group - 1; }
   // Of the keys, those up to which a token sees them, and the first one that it may see.

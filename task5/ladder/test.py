@@ -226,7 +226,8 @@ def test_a_chunk_gets_all_that_a_call_has(monkeypatch):
     table = torch.zeros(1, 40_000, dtype=torch.int32, device=DEVICE)
     given = dict(seqlens_k=lengths, leftpad_k=lengths, block_table=table, window=1 << 20, scale=0.5)
     decode_attention(q, pages, pages, new_keys=16, **given)
-    assert taken == [dict(causal=True, **given)]
+    decode_attention(q, pages, pages, new_keys=16, batch_invariant=True, **given)
+    assert taken == [dict(causal=True, batch_invariant=b, **given) for b in (False, True)]
 
 
 @pytest.mark.parametrize(("batch", "room"), [(0, 9), (2, 0)])

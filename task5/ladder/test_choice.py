@@ -209,9 +209,10 @@ def test_pairs_of_16_of_many_rows(h200):
 
 
 def test_many_rows_are_faster_as_a_chunk(h200):
-    def chunk(heads, kv_len, rows, lengths=1, page_size=None, **shape):
+    def chunk(heads, kv_len, rows, lengths=1, page_size=None, batch_invariant=False, **shape):
         call = h200(**{"dtype": 2, "rows": rows} | shape)
-        return is_faster_as_a_chunk(call, heads, kv_len, lengths=lengths, page_size=page_size)
+        given = dict(lengths=lengths, page_size=page_size, batch_invariant=batch_invariant)
+        return is_faster_as_a_chunk(call, heads, kv_len, **given)
 
     assert chunk(1, 26_667, 33) and chunk(99, 99_999, 128, lengths=3)
     assert not chunk(1, 26_666, 33) and not chunk(2, 14_000, 64, head_dim=64, page_size=16)
@@ -223,5 +224,8 @@ def test_many_rows_are_faster_as_a_chunk(h200):
     assert chunk(8, 16384, 17, lengths=8) and not chunk(8, 32768, 17, lengths=8)
     assert chunk(8, 32768, 17, lengths=129)
     assert not chunk(8, 99_999, 16)
+    for heads, kv_len in ((1, 300), (8, 99_999)):  # rows alone decide
+        assert chunk(heads, kv_len, 33, batch_invariant=True)
+        assert not chunk(heads, kv_len, 32, batch_invariant=True)
     assert not chunk(8, 8192, 64, dtype=0) and not chunk(8, 8192, 64, head_dim=256)
     assert not is_faster_as_a_chunk(h200(dtype=2, rows=64)._replace(hopper=False), 8, 8192)

@@ -128,6 +128,56 @@ def test_pages_windows_and_padding(part):
             raise
 
 
+POWERS = [way for way in (None, *WAYS, (1, 2), (4, 4)) if way is None or way[1] in (1, 2, 4, 8, 16)]
+
+
+class Long(Gaps):
+    """A sequence has several leaves for each consumer."""
+
+    def choose(self, r, head_dims):
+        super().choose(r, head_dims)
+        self.batch, self.kv_heads = r.choice((1, 2)), r.choice((1, 2))
+        self.heads, self.q_len = self.kv_heads * r.choice((1, 3, 8, 16)), r.choice((1, 9, 20))
+        self.room = r.choice((500, 1000, 3000) + (20_000,) * (DEVICE == "cuda"))
+        self.lengths = [r.randint(0, self.room) for _ in range(self.batch)]
+
+
+@of_gpus_hopper
+@pytest.mark.parametrize("kind", [Gaps, Long])
+@pytest.mark.parametrize("part", range(2))
+def test_a_sequence_has_the_same_bits_in_any_batch(monkeypatch, kind, part):
+    monkeypatch.setattr(chunk, "sms_of", lambda device: 132)
+    for _ in range(CASES // 4):
+        case = kind(seed := new_seed(), HALVES, (64, 128))
+        q, k, v, given = case.arguments()
+        options = dict(causal=True, batch_invariant=True)
+        whole = chunk_attention(q, k, v, split=case.rng.choice(POWERS), **options, **given)
+        for paged in (False, True):
+            some = case.rng.sample(range(case.batch), case.rng.randint(1, case.batch))
+            q, k, v, given = case.arguments(some, paged=paged)
+            again = chunk_attention(q, k, v, split=case.rng.choice(POWERS), **options, **given)
+            assert torch.equal(again, whole[some]), f"{kind.__name__}({seed}), {some}, {paged=}"
+        try:
+            case.check(whole)
+        except AssertionError as error:
+            error.add_note(f"{kind.__name__}({seed})")
+            raise
+
+
+@of_gpus_hopper
+@pytest.mark.parametrize("group", [8, 16])  # of 8 tokens: tiles of 64 rows, and of 128
+def test_room_makes_no_difference_to_the_bits(group):
+    torch.manual_seed(new_seed())
+    q = torch.randn(2, 8, group, 64, device=DEVICE).half()
+    k, v = (torch.randn(2, 9000, 1, 64, device=DEVICE).half() for _ in "kv")
+    given = dict(seqlens_k=torch.tensor([1900, 333], dtype=torch.int32, device=DEVICE))
+    in_all, *others = (
+        chunk_attention(q, k[:, :room], v[:, :room], causal=True, batch_invariant=True, **given)
+        for room in (9000, 4000, 1900)
+    )
+    assert all(torch.equal(other, in_all) for other in others)
+
+
 @of_gpus_hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("page_size", [16, 48, 256])
@@ -228,6 +278,18 @@ def test_more_splits_where_tiles_are_few():
                 assert work.tiles * clusters <= AT_ONCE[chunk.SPLITS.index(splits)]  # one wave
 
 
+@pytest.mark.parametrize("leaves", [1, 2, 16, 256])
+def test_batch_invariant_splits_are_no_more_than_leaves(leaves):
+    for rows in (chunk.FEW, chunk.ROWS):
+        for blocks in (1, 3, 17, 64, 1000):
+            work = Work(2, 1, blocks, rows)
+            splits, clusters = best_split(work, AT_ONCE, leaves)
+            used = chunk._used(leaves, blocks)
+            assert clusters & (clusters - 1) == 0
+            assert splits * clusters * work.consumers <= max(used, work.consumers)
+            assert used <= max(1, blocks // 2)
+
+
 def test_tiles_of_three_consumers():
     """Of head_dim 64, where there are so many tiles that all SMs have some."""
 
@@ -289,6 +351,11 @@ def test_what_it_does_not_take_is_the_ladders():
             r"split must be one of \(1, 2, 4, 8\) blocks, and 1 to 16 clusters; got \(7, 1\)",
         ),
         (((1, 20, 2, 64), (1, 40, 2, 64)), {"split": 5}, "split must be one of .* got 5"),
+        (
+            ((1, 20, 2, 64), (1, 40, 2, 64)),
+            {"split": (2, 3), "batch_invariant": True},
+            "batch-invariant, clusters must be a power of two; got 3",
+        ),
         (((1, 20, 2, 64), (1, 40, 2, 64)), {"split": (2,)}, r"split must be one of .* got \(2,\)"),
         (((1, 20, 2, 64), (1, 40, 2, 64)), {"scale": -1.0}, "scale must be above 0"),
         (((1, 20, 129, 64), (1, 40, 1, 64)), {}, "at most 128 query heads; got 129"),
@@ -355,15 +422,17 @@ def test_the_check_build_finds_nothing(monkeypatch, split, q_len, room):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
-def test_the_check_build_finds_nothing_in_pages():
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_the_check_build_finds_nothing_in_pages(monkeypatch, batch_invariant):
+    monkeypatch.setattr(chunk, "sms_of", lambda device: 132)
+    ways = POWERS if batch_invariant else WAYS[:-1]
     for _ in range(6):
         case = Gaps(seed := new_seed(), HALVES, (64,))
         for order in ("forward", "random"):
             q, k, v, given = case.arguments(paged=order == "random")
+            given |= dict(batch_invariant=batch_invariant, split=case.rng.choice(ways))
             with using(check=True, order=order, seed=1, limit=120):
-                got = chunk_attention(
-                    q, k, v, causal=True, split=case.rng.choice(WAYS[:-1]), **given
-                )
+                got = chunk_attention(q, k, v, causal=True, **given)
             try:
                 case.check(got)
             except AssertionError as error:

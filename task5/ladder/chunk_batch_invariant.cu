@@ -1,0 +1,15 @@
+// Chunked prefill whose bits are the same in any batch, also against pages, in a window, or behind padding: see
+// chunk.cuh.
+// architectures: sm_90a cpu
+constexpr bool GAPS = true, BATCH_INVARIANT = true;
+#include "chunk.cuh"
+
+extern "C" cudaError_t chunk(View q, View k, View v, View out, const int* seqlens_k, const int* leftpad_k,
+                             const int* block_table, int max_pages, int window, float scale, int causal, int rows,
+                             int leaf_bits, int slots, int levels, int splits, int clusters, float* partial,
+                             int* counters, int dtype, cudaStream_t stream) {
+  Chunk c;
+  c.leaf_bits = leaf_bits, c.slots = slots, c.levels = levels;
+  set_gaps(c, k, leftpad_k, block_table, max_pages, window);
+  return launch(c, q, k, v, out, seqlens_k, scale, causal, rows, splits, clusters, partial, counters, dtype, stream);
+}
