@@ -70,7 +70,10 @@ DEVICE void merge_parts(const Tile& tile, Shared<D, B_r>& s) {
           const float2 ml = n < parts ? ml_of(n, r) : make_float2(-INFINITY, 0.0f);
           part.m = ml.x, part.l = ml.y;
 #pragma unroll
-          for (int u = 0; u < QUADS; ++u) part.O[u] = O_of(n, r, 4 * (lane_of_row + OF_ROW * u));
+          for (int u = 0; u < QUADS; ++u) {  // what is no part may be infinite, and 0 times that is no 0
+            part.O[u] = O_of(n, r, 4 * (lane_of_row + OF_ROW * u));
+            if (n >= parts) part.O[u] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          }
           return part;
         });
         __syncwarp();

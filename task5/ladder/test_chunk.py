@@ -165,6 +165,20 @@ def test_a_sequence_has_the_same_bits_in_any_batch(monkeypatch, kind, part):
 
 
 @of_gpus_hopper
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("group", [8, 16])  # of 8 tokens: tiles of 64 rows, and of 128
+def test_an_infinite_value_is_infinite(group, batch_invariant):
+    torch.manual_seed(new_seed())
+    q = torch.randn(1, 8, group, 64, device=DEVICE).half()
+    k, v = (torch.randn(1, 700, 1, 64, device=DEVICE).half() for _ in "kv")
+    v[:, 33, :, 5] = torch.inf
+    for split in ((1, 1), (2, 1), (1, 4), (4, 2), (1, 16)):
+        given = dict(causal=True, batch_invariant=batch_invariant, split=split)
+        got = chunk_attention(q, k, v, **given)
+        assert got[..., 5].isinf().all() and got.isfinite().sum() == got.numel() * 63 // 64
+
+
+@of_gpus_hopper
 @pytest.mark.parametrize("group", [8, 16])  # of 8 tokens: tiles of 64 rows, and of 128
 def test_room_makes_no_difference_to_the_bits(group):
     torch.manual_seed(new_seed())
