@@ -30,63 +30,18 @@
 #include "chunk_merge.cuh"
 #include "chunk_tile.cuh"
 
+// A consumer's share of a tile: its rows, or its keys. What it has of them is left in shared memory.
 template <typename T, int D, int B_r>
-__global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const __grid_constant__ Chunk c) {
+DEVICE void consume(const Tile& tile, Shared<D, B_r>& s) {
   using Memory = Shared<D, B_r>;
   constexpr int CONSUMERS = Memory::CONSUMERS, STAGES = Memory::STAGES, SHARES = Memory::SHARES;
+  const Chunk& c = tile.c;
   const Attention& a = c.a;
-  extern __shared__ __align__(1024) uint8_t raw[];
-  auto& s = *reinterpret_cast<Memory*>(raw);
-
-  Tile tile(c);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // shuffled: the compiler sees it as warp-uniform
-  if (threadIdx.x == 0) {
-    for (const CUtensorMap* map : {&c.q_map, &c.k_map, &c.v_map}) tma_prefetch(map);
-    mbarrier_init(&s.q_full, 1);
-    constexpr int READERS = 4 * CONSUMERS / SHARES;  // warps
-    for (int i = 0; i < STAGES; ++i) {
-      mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], READERS);
-      mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], READERS);
-      s.missing[i] = 0;
-    }
-    mbarrier_init_fence();
-    for (LazyFlags& flags : s.lazy) flags = {};
-  }
-  // Where heads do not divide B_r a tile has rows that no query has. They are multiplied, so they are zeros.
-  const int held = c.tokens * c.group, unused = (B_r - held) * 8;  // rows; pieces of 16 bytes in 64 columns
-  for (int i = threadIdx.x; i < unused * (D / 64); i += blockDim.x) {
-    reinterpret_cast<uint4*>(s.Q + (i / unused * B_r + held) * 64)[i % unused] = uint4{};
-    fence_async_proxy();
-  }
-  __syncthreads();  // barriers initialised before any thread uses them
-
-  // Lengths are mostly what they were before that launch. With these, numbers of pages are asked for beside them.
-  const bool paged = GAPS && c.block_table;
-  if (paged) tile.find_keys();
-  wait_for_the_launch_before();
-  int page = -1;
-  const int2 before = make_int2(tile.begin, tile.keys);
-  if (paged && threadIdx.x < 64) page = page_number<SHARES>(tile, 0);
-  tile.find_keys();
-  if (paged && threadIdx.x < 64 && (before.x != tile.begin || before.y != tile.keys))
-    page = page_number<SHARES>(tile, 0);
   int first = tile.first;
   const int end = tile.end, keys = tile.keys;
-
-  if (warpgroup == 0) {
-    registers_give<CONSUMERS == 2 ? 24 : 32>();
-    if (first >= end) return;
-    if (paged) {
-      if (threadIdx.x < 64) load_boxes<T>(tile, s, page);
-    } else {
-      if (threadIdx.x == 0) load_blocks<T>(tile, s);
-    }
-    return;
-  }
-
-  // ---- A consumer
-  registers_take<CONSUMERS == 2 ? 240 : 160>();
-  Ring<STAGES> k, v;
+  Ring<STAGES> k;
+  Ring<Memory::V_STAGES> v;
   const int wg = warpgroup - 1, warp = threadIdx.x % WARPGROUP / 32;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int share = SHARES == 1 ? 0 : wg, row_w = SHARES == 1 ? wg * 64 : 0;  // of the keys; the first row
@@ -104,11 +59,11 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
   uint32_t P[B_c / 4];
 
   // Consumers that share the keys read them in turns; or leaves, and what one has more of on its own: Tile::read().
-  OwnLeaves<D, B_r> leaves(tile, share);
+  OwnLeaves<D, B_r> leaves(tile, reinterpret_cast<Waiting<D>&>(s.waiting), share);
   constexpr bool IN_HALVES = BATCH_INVARIANT && SHARES == 2;
   constexpr int STEP = BATCH_INVARIANT ? 1 : SHARES;
   int k_nth = 0, v_nth = 0;
-  const auto go_on = [&](Ring<STAGES>& ring, int nth) {  // past the nth block of its own
+  const auto go_on = [&](auto& ring, int nth) {  // past the nth block of its own
     const int steps = !IN_HALVES || nth + 1 < leaves.both ? SHARES : nth + 1 == leaves.both ? 2 - share
                                                                                             : 1;
     for (int i = 0; i < steps; ++i) ring.next();
@@ -188,53 +143,52 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
     };
     const auto masked_step = [&] {
       begin_step();
-      mask_gaps(j);
       arrive_as_warp(&s.k_empty[k.index]);
       go_on(k, k_nth++);
       softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});
       end_PV();
       rescale_O<D>(O_i, rescale);
       pack_P<T, B_c>(P, S);
-      if (GAPS) clear_V(j);
-    };
-    // The first step of a leaf beside the last P V_j of the leaf behind it.
-    const auto first_step_of_a_leaf = [&] {
-      begin_step();
-      mask_gaps(j);
-      arrive_as_warp(&s.k_empty[k.index]);
-      go_on(k, k_nth++);
-      end_PV();
-      leaves.complete(O_i, m_i, l_i, scale);
-#pragma unroll
-      for (float& x : O_i) x = 0.0f;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) m_i[h] = -INFINITY, l_i[h] = 0.0f;
-      softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});
-      pack_P<T, B_c>(P, S);
-      clear_V(j);
     };
     j -= STEP;
     if (!GAPS) {
       for (; j >= whole; j -= STEP) masked_step();
     }
-    // As in rung 14. change(shift) may move the new maxima.
+    // As in rung 14. change(shift) may move the new maxima. A leaf's first step is beside the last P V_j of the leaf
+    // behind it.
     const auto step = [&](auto change) {
       using As = Order<D>;
+      constexpr int BEFORE = As::BEFORE * B_c / 128;
+      const bool of_next_leaf = BATCH_INVARIANT && j < leaves.first();
+      const float m_before[2] = {m_i[0], m_i[1]}, l_before[2] = {l_i[0], l_i[1]};
+      if (of_next_leaf)
+        for (int h = 0; h < 2; ++h) m_i[h] = -INFINITY, l_i[h] = 0.0f;
       const bool negative = As::MAXIMA == Maxima::INTEGERS && some_negative(m_i);
       float sum[2][2] = {}, shift[2];
       begin_step();
+      const bool masked = GAPS && (j >= whole || has_gaps(j));
+      if (masked) {
+        keep_here(S);
+        for (int h = 0; h < 2; ++h) mask<B_c>(S, h, seen[h] - j * B_c);
+        mask_gaps(j);
+      }
       new_maxima<As::MAXIMA, B_c>(S, m_i, rescale, shift, scale, negative);
+      if (GAPS)
+        for (int h = 0; h < 2; ++h)  // no key so far
+          if (m_i[h] == -INFINITY) shift[h] = 0.0f, rescale[h] = 1.0f;
       change(shift);
       if (As::L_FIRST) sum[0][0] = l_i[0] * rescale[0], sum[1][0] = l_i[1] * rescale[1];
-      exponentials<0, As::BEFORE, B_c>(S, sum, shift, scale);
-      arrive_after(&s.k_empty[k.index], sum[As::BEFORE > B_c / 4][1]);
+      exponentials<0, BEFORE, B_c>(S, sum, shift, scale);
+      arrive_after(&s.k_empty[k.index], sum[BEFORE > B_c / 4][1]);
       go_on(k, k_nth++);
       end_PV();
-      exponentials<As::BEFORE, B_c / 2, B_c>(S, sum, shift, scale);
+      if (of_next_leaf) leaves.complete(O_i, m_before, l_before, scale);
+      exponentials<BEFORE, B_c / 2, B_c>(S, sum, shift, scale);
       for (int h = 0; h < 2; ++h)
         l_i[h] = As::L_FIRST ? sum[h][0] + sum[h][1] : l_i[h] * rescale[h] + sum[h][0] + sum[h][1];
       rescale_O<D>(O_i, rescale);
       pack_P<T, B_c>(P, S);
+      if (masked) clear_V(j);
     };
     const auto no_change = [](float (&)[2]) {};
     if constexpr (SHARES == 1 && !GAPS) {  // few rows wait for the memory
@@ -275,25 +229,20 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
 #pragma unroll 1
     for (; j >= first; j -= STEP) {
       if (GAPS) mbarrier_wait(&s.k_full[k.index], k.parity);  // then `missing` is known
-      if (BATCH_INVARIANT && j < leaves.first()) {
-        first_step_of_a_leaf();
-      } else if (GAPS && (j >= whole || has_gaps(j))) {
-        masked_step();
-      } else {
-        step(no_change);
-      }
+      step(no_change);
     }
 
     mbarrier_wait(&s.v_full[v.index], v.parity);
     begin_PV<T, D, B_c>(O_i, P, s.V[v.index]);
     finish_PV(O_i, P);
-    if (BATCH_INVARIANT) leaves.complete(O_i, m_i, l_i, scale);
+    if (BATCH_INVARIANT) leaves.merge(O_i, m_i, l_i, scale);
   }
   if (IN_HALVES) {
     for (int n = leaves.own; n < end - tile.first - leaves.own; ++n) wait_for_turn(), pass_turn();  // the other's turns
   } else if (share == 1 && (end - first) % 2 == 1) {
     wait_for_turn(), pass_turn();  // the other has had one turn more
   }
+  if (BATCH_INVARIANT) leaves.give_slot();
   if (wg == 0) wait_for_turn();  // the last consumer's last pass_turn(): no barrier is left with arrivals
 
   // ---- The parts
@@ -309,8 +258,63 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
       *reinterpret_cast<float2*>(&s.parts.O[r * PITCH + 8 * i + 2 * t]) =
           make_float2(O_i[4 * i + 2 * h], O_i[4 * i + 2 * h + 1]);
   }
+}
+
+template <typename T, int D, int B_r>
+__global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const __grid_constant__ Chunk c) {
+  using Memory = Shared<D, B_r>;
+  constexpr int CONSUMERS = Memory::CONSUMERS, STAGES = Memory::STAGES, SHARES = Memory::SHARES;
+  extern __shared__ __align__(1024) uint8_t raw[];
+  auto& s = *reinterpret_cast<Memory*>(raw);
+
+  Tile tile(c);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // shuffled: the compiler sees it as warp-uniform
+  if (threadIdx.x == 0) {
+    for (const CUtensorMap* map : {&c.q_map, &c.k_map, &c.v_map}) tma_prefetch(map);
+    mbarrier_init(&s.q_full, 1);
+    constexpr int READERS = 4 * CONSUMERS / SHARES;  // warps
+    for (int i = 0; i < STAGES; ++i) {
+      mbarrier_init(&s.k_full[i], 1), mbarrier_init(&s.k_empty[i], READERS);
+      s.missing[i] = 0;
+    }
+    for (int i = 0; i < Memory::V_STAGES; ++i) mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], READERS);
+    mbarrier_init_fence();
+    for (LazyFlags& flags : s.lazy) flags = {};
+  }
+  // Where heads do not divide B_r a tile has rows that no query has. They are multiplied, so they are zeros.
+  const int held = c.tokens * c.group, unused = (B_r - held) * 8;  // rows; pieces of 16 bytes in 64 columns
+  for (int i = threadIdx.x; i < unused * (D / 64); i += blockDim.x) {
+    reinterpret_cast<uint4*>(s.Q + (i / unused * B_r + held) * 64)[i % unused] = uint4{};
+    fence_async_proxy();
+  }
+  __syncthreads();  // barriers initialised before any thread uses them
+
+  if (warpgroup == 0) {
+    registers_give<CONSUMERS == 2 ? 24 : 32>();
+    // Lengths are mostly what they were before that launch. With these, numbers of pages are asked for beside them.
+    const bool paged = GAPS && c.block_table;
+    if (paged) tile.find_keys();
+    wait_for_the_launch_before();
+    int page = -1;
+    const int2 before = make_int2(tile.begin, tile.keys);
+    if (paged && threadIdx.x < 64) page = page_number<SHARES>(tile, 0);
+    tile.find_keys();
+    if (paged && threadIdx.x < 64 && (before.x != tile.begin || before.y != tile.keys))
+      page = page_number<SHARES>(tile, 0);
+    if (tile.first >= tile.end) return;
+    if (paged) {
+      if (threadIdx.x < 64) load_boxes<T>(tile, s, page);
+    } else {
+      if (threadIdx.x == 0) load_blocks<T>(tile, s);
+    }
+    return;
+  }
+
+  registers_take<CONSUMERS == 2 ? 240 : 160>();
+  wait_for_the_launch_before();
+  tile.find_keys();
+  consume<T>(tile, s);
   merge_parts<T>(tile, s);
-  if (BATCH_INVARIANT) leaves.give_slot();
 }
 
 // q in boxes of 64 columns of all heads of a group: [token][head][64].

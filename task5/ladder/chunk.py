@@ -29,7 +29,7 @@ MANY = 192  # rows of a tile with three consumers, of head_dim 64
 # Of a tile's keys in a cluster. Clusters of 3, 5 or 6 blocks lie unevenly on the chip.
 SPLITS = (1, 2, 4, 8)
 MOST_CLUSTERS = 16  # of a tile
-AT_ONCE = 4  # parts of a cluster that are merged at once, as in chunk_merge.cuh
+AT_ONCE = 4  # parts of a cluster
 # In the time that a block takes for KEYS keys: a launch with its first loads and the merging in clusters, and AT_ONCE
 # parts more of these; several clusters' merging, and each of their parts.
 OVERHEAD, MORE, MERGING, PART = 5, 1, 1, 1.2
@@ -42,6 +42,8 @@ LADDER_OF_MANY = 1024  # queries: of more the ladder has tiles of MANY rows, wit
 # Batch-invariant: into how many leaves a tile's keys are cut at most; the time that each of several leaves of a block
 # takes to be kept, with head_dim 128; and warps of a block that keep some.
 MOST_LEAVES, LEAF, WARPS = 256, 2, 8
+# And the sizes of subtrees that wait in shared memory, of a head_dim: LEVELS of chunk_tile.cuh.
+IN_SHARED = {64: 2, 128: 1}
 # Of GPUs, for Hopper. GAPS: rows that do not see all keys before their own, or keys in pages
 _KERNELS, _GAPS = Kernels(__file__, "chunk.cu"), Kernels(__file__, "chunk_with_gaps.cu")
 _BATCH_INVARIANT = Kernels(__file__, "chunk_batch_invariant.cu")
@@ -137,11 +139,11 @@ def chunk_attention(
         floats, counts = work.tiles * clusters * work.rows * (head_dim + 2), work.tiles * splits
     more = {}
     if batch_invariant:
-        of_a_consumer = _used(leaves, work.blocks + 1) // (splits * clusters * work.consumers)
-        levels = max(1, of_a_consumer).bit_length() - 1
+        of_a_consumer = _used(leaves, 2 * work.blocks + 1) // (splits * clusters * work.consumers)
+        levels = max(0, max(1, of_a_consumer).bit_length() - 1 - IN_SHARED[head_dim])
         at_work = sms_of(q.device) if q.is_cuda else work.tiles * splits * clusters  # blocks
         slots = WARPS * at_work if levels else 0
-        floats, counts = floats + slots * levels * 32 * (head_dim // 2 + 4), counts + slots
+        floats, counts = floats + slots * levels * 16 * (head_dim + 2), counts + slots
         more = dict(leaf_bits=leaves.bit_length() - 1, slots=slots, levels=levels)
     partial, counters = workspace(q.device, floats, counts) if floats else (None, None)
     if gaps or batch_invariant:
@@ -279,9 +281,9 @@ def _leaves(work: Work, kv_heads: int, sms: int) -> int:
 
 
 def _used(leaves: int, blocks: int) -> int:
-    """Leaves of a tile with so many blocks of KEYS: as bits_of_leaves() of chunk_tile.cuh."""
+    """Leaves of a tile with so many blocks of KEYS / 2: as bits_of_leaves() of chunk_tile.cuh."""
     bits = max(1, blocks).bit_length() - 1
-    return min(leaves, 1 << max(0, bits - 1 - min(max(0, (bits - 3) // 2), 2)))
+    return min(leaves, 1 << max(0, bits - 1 - min(max(0, (bits - 4) // 2), 1)))
 
 
 def _fastest(
@@ -320,7 +322,7 @@ def best_split(work: Work, at_once: AtOnce, leaves: int = 0) -> tuple[int, int]:
     """
     most, several = max(1, work.blocks), range(1, MOST_CLUSTERS + 1)
     if leaves:
-        leaves = _used(leaves, work.blocks)
+        leaves = _used(leaves, 2 * work.blocks)
         most, several = max(1, leaves // work.consumers), (1, 2, 4, 8, 16)
 
     def cost(split: tuple[int, int]) -> tuple[float, int]:

@@ -6,9 +6,10 @@
 // By one thread, blocks of keys as they lie in the cache.
 template <typename T, int D, int B_r>
 DEVICE void load_blocks(const Tile& tile, Shared<D, B_r>& s) {
-  constexpr int STAGES = Shared<D, B_r>::STAGES, SHARES = Shared<D, B_r>::SHARES;
+  constexpr int SHARES = Shared<D, B_r>::SHARES;
   const Chunk& c = tile.c;
-  Ring<STAGES> k, v;
+  Ring<Shared<D, B_r>::STAGES> k;
+  Ring<Shared<D, B_r>::V_STAGES> v;
   mbarrier_arrive_expect(&s.q_full, c.tokens * c.group * D * sizeof(T));
   for (int part = 0; part < D / 64; ++part)
     tma_load_box(s.Q + part * B_r * 64, &c.q_map, &s.q_full, tile.kv_head * c.group, tile.token_0, part, tile.b);
@@ -64,7 +65,8 @@ DEVICE void load_boxes(const Tile& tile, Shared<D, B_r>& s, int next) {
     for (int i = 0; i < PARTS; ++i)
       tma_load_box(s.Q + i * B_r * 64, &c.q_map, &s.q_full, tile.kv_head * c.group, tile.token_0, i, tile.b);
   }
-  Ring<STAGES> ring;
+  const int buffers = of_K ? STAGES : Shared<D, B_r>::V_STAGES;
+  int index = 0, parity = 0;  // as of a Ring
   if (!of_K) {
     mbarrier_wait(&s.k_full[0], 0);  // the first K_j would come later if V_j were asked for beside them
     if (blocks > STAGES) barrier_arrive(ARRIVED, 64);
@@ -78,21 +80,21 @@ DEVICE void load_boxes(const Tile& tile, Shared<D, B_r>& s, int next) {
     const int row = (j * B_c + key) % c.page_size;
     const unsigned missing = __ballot_sync(~0u, loads && unsigned(page) >= unsigned(c.pages));
     if (of_K && nth == STAGES) barrier_sync(ARRIVED, 64);  // the other warp is done with the buffer's barrier
-    mbarrier_wait(&empty[ring.index], ring.parity ^ 1);
+    mbarrier_wait(&empty[index], parity ^ 1);
     if (lane == 0) {
-      if (of_K) s.missing[ring.index] = missing;
-      mbarrier_arrive_expect(&full[ring.index], B_c * D * sizeof(T));
+      if (of_K) s.missing[index] = missing;
+      mbarrier_arrive_expect(&full[index], B_c * D * sizeof(T));
     }
     __syncwarp();
     if (loads) {
-      uint16_t* to = (of_K ? s.K : s.V)[ring.index] + (part * B_c + key) * 64;
+      uint16_t* to = (of_K ? s.K[index] : s.V[index]) + (part * B_c + key) * 64;
       if (c.tiles == 1) {
-        load_box_once(to, &map, &full[ring.index], row, part, tile.kv_head, page);
+        load_box_once(to, &map, &full[index], row, part, tile.kv_head, page);
       } else {
-        tma_load_box(to, &map, &full[ring.index], row, part, tile.kv_head, page);
+        tma_load_box(to, &map, &full[index], row, part, tile.kv_head, page);
       }
     }
-    ring.next();
+    if (++index == buffers) index = 0, parity ^= 1;
   }
   begin_the_next_launch();
 }

@@ -8,8 +8,8 @@
 
 // A kernel has said whether there are GAPS, or pages; and whether it is BATCH_INVARIANT.
 
-constexpr int B_c = 128, MOST_CONSUMERS = 3;
-constexpr int MOST_PARTS = 16;  // of a row that are merged at once: a cluster's blocks, or a tile's clusters
+constexpr int B_c = BATCH_INVARIANT ? 64 : 128, MOST_CONSUMERS = 3;
+constexpr int MOST_SPLITS = 8, MOST_CLUSTERS = 16;  // blocks of a cluster, clusters of a tile
 
 enum NamedBarrier { MERGE = 1,     // K_j and V_j have been read
                     COMPLETE = 2,  // the parts are, or the zeros behind the keys
@@ -26,9 +26,9 @@ struct Chunk {
   // With GAPS:
   const int *leftpad_k = nullptr, *block_table = nullptr;  // keys to skip at the start of each sequence; its pages
   int max_pages = 0, page_size = 0, pages = 0;             // of a sequence; keys of a page; of the pool, or sequences
-  int window = 0, box_bits = 7;                            // 0: no limit; 1 << box_bits keys are loaded at once
+  int window = 0, box_bits = B_c == 64 ? 6 : 7;            // 0: no limit; 1 << box_bits keys are loaded at once
   // BATCH_INVARIANT: a tile's keys are cut into at most 1 << leaf_bits leaves. Of a warp's subtrees some wait for their
-  // neighbours, in a slot: there are as many as the GPU has warps at once
+  // neighbours, those for which an SM has no room in a slot: there are as many as the GPU has warps at once
   int leaf_bits = 0, slots = 0, levels = 0;
   float* waiting = nullptr;  // [slot][level], a state of a warp
   int* taken = nullptr;      // of each slot whether a warp has it, 0 between launches
@@ -36,33 +36,50 @@ struct Chunk {
   int* counters;             // [tile][splits], 0 between launches
 };
 
+// BATCH_INVARIANT: what a warp has of its 16 rows from some leaves.
+template <int D>
+struct State {
+  float4 O[D / 8][32], ml[8];  // [][lane]; both rows' m, then l, of four lanes
+};
+// Those that wait for their neighbours on their SM, of two consumers: LEVELS sizes of subtrees.
+template <int D>
+struct Waiting {
+  static constexpr int LEVELS = D == 64 ? 2 : 1;
+  State<D> states[2 * WARPGROUP / 32][LEVELS];
+};
+struct Nothing {};
+
 // B_r: 64 rows for each consumer; or 64 altogether, whose blocks of keys two consumers share.
 template <int D, int B_r>
 struct Shared {
   static constexpr int CONSUMERS = B_r == 192 ? 3 : 2, THREADS = (1 + CONSUMERS) * WARPGROUP;
-  static constexpr int STAGES = D == 64 ? 6 : 3, SHARES = 64 * CONSUMERS / B_r;
+  static constexpr int SHARES = 64 * CONSUMERS / B_r;
+  static constexpr int STAGES = BATCH_INVARIANT ? (D == 64 ? 8 : 4) : (D == 64 ? 6 : 3);  // of K
+  // V_j is there while K_j's softmax is computed: one more, if there is room.
+  static constexpr int V_STAGES = BATCH_INVARIANT && B_r == 64 ? STAGES + 1 : STAGES;
   static constexpr int PITCH = D + 8;  // of a row of parts: 8 rows' pairs are in different banks
   alignas(1024) uint16_t Q[B_r * D];
   union {
     struct {
-      alignas(1024) uint16_t K[STAGES][B_c * D], V[STAGES][B_c * D];
+      alignas(1024) uint16_t K[STAGES][B_c * D], V[V_STAGES][B_c * D];
     };
     struct {                          // when the last K_j and V_j have been read
       float O[SHARES * B_r * PITCH];  // [share][row][PITCH]
       float2 ml[SHARES * B_r];        // [share][row]
     } parts;
   };
+  std::conditional_t<BATCH_INVARIANT, Waiting<D>, Nothing> waiting;
   // full: the buffer's contents have arrived. empty: all its readers are done
-  uint64_t q_full, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+  uint64_t q_full, k_full[STAGES], k_empty[STAGES], v_full[V_STAGES], v_empty[V_STAGES];
   unsigned missing[STAGES];  // of K_j's boxes: bit i: the keys of box i are on no page
   LazyFlags lazy[CONSUMERS];
   bool last;  // of the tile's clusters
 };
 
-// BATCH_INVARIANT: of so many blocks of keys. A leaf has two or more, from 32 on four, and from 128 on eight.
+// BATCH_INVARIANT: of so many blocks of keys. A leaf has two or more, and from 64 on four.
 DEVICE int bits_of_leaves(int blocks) {
   const int bits = 31 - __clz(max(1, blocks));
-  return max(0, bits - 1 - min(max(0, (bits - 3) / 2), 2));
+  return max(0, bits - 1 - min(max(0, (bits - 4) / 2), 1));
 }
 
 // What a block has of its tile: rows, and a share of their keys.

@@ -45,10 +45,11 @@ DEVICE float4 load_from(int rank, const float4* from, bool inside) {
                : "+f"(x.x), "+f"(x.y), "+f"(x.z), "+f"(x.w) : "r"(of_block(from, rank)), "r"(int(inside)) : "memory");
   return x;
 }
-DEVICE float2 load_from(int rank, const float2* from) {
-  float2 x;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y)
-               : "r"(of_block(from, rank)) : "memory");
+// x if not inside.
+DEVICE float2 load_from(int rank, const float2* from, bool inside = true, float2 x = {}) {
+  asm volatile("{\n.reg .pred inside;\nsetp.ne.b32 inside, %3, 0;\n"
+               "@inside ld.shared::cluster.v2.f32 {%0, %1}, [%2];\n}"
+               : "+f"(x.x), "+f"(x.y) : "r"(of_block(from, rank)), "r"(int(inside)) : "memory");
   return x;
 }
 
@@ -81,9 +82,8 @@ inline float4 load_from(int rank, const float4* from, bool inside, CUDA_ON_CPU_C
   if (inside) cuda_on_cpu::cluster_load(rank, from, &x, sizeof(x), file, line);
   return x;
 }
-inline float2 load_from(int rank, const float2* from, CUDA_ON_CPU_CALLER) {
-  float2 x;
-  cuda_on_cpu::cluster_load(rank, from, &x, sizeof(x), file, line);
+inline float2 load_from(int rank, const float2* from, bool inside = true, float2 x = {}, CUDA_ON_CPU_CALLER) {
+  if (inside) cuda_on_cpu::cluster_load(rank, from, &x, sizeof(x), file, line);
   return x;
 }
 template <typename T>
