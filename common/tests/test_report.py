@@ -1,8 +1,6 @@
 # ruff: noqa: E402
-"""The report: formulas, the page, the picture, and what compilers and ncu say."""
+"""The report: the page, the picture, the command, and what ncu says."""
 
-import math
-import re
 import sys
 from itertools import combinations
 from types import SimpleNamespace
@@ -16,169 +14,22 @@ from common.build import Kernels
 from common.marked import MarkerError
 from common.report import __main__ as command
 from common.report import gpu, host, page, picture, shapes
-from common.report.host import compiler
 from common.report.page import ANSWER, NEEDS_GPU, Side
 from common.report.roof import Dot, Roof
 from common.report.shapes import (
-    COMBINE,
     DECODE,
     FUSED,
     NAIVE,
     PRODUCT,
-    SCALE,
     SCORES,
     SOFTMAX,
-    SPLIT,
-    decode,
-    ratio,
     sizes,
-    value,
 )
 from common.timing import counters
 from task4.frontends import benchmark
 
 ROOF = Roof(100e12, 4e12, "a read; a product")
 OUT = torch.device("cpu")
-
-
-# Formulas -------------------------------------------------------------------------------------------------
-
-
-class Counted(float):
-    """A number that counts the operations it is in."""
-
-    operations = 0
-
-    def _counted(self, number):
-        Counted.operations += 1
-        return Counted(number)
-
-    def __add__(self, other):
-        return self._counted(float(self) + other)
-
-    def __sub__(self, other):
-        return self._counted(float(self) - other)
-
-    def __mul__(self, other):
-        return self._counted(float(self) * other)
-
-    def __truediv__(self, other):
-        return self._counted(float(self) / other)
-
-    def exp(self):
-        return self._counted(math.exp(self))
-
-    def larger(self, other):
-        return self._counted(max(float(self), other))
-
-
-def run_attention(heads, queries, keys, dim):
-    """FLOPs of each step of attention, written out."""
-    found, before = [], 0
-
-    def numbers(*shape):
-        if not shape:
-            return Counted(0.5)
-        return [numbers(*shape[1:]) for _ in range(shape[0])]
-
-    def step():
-        nonlocal before
-        found.append(Counted.operations - before)
-        before = Counted.operations
-
-    Counted.operations = 0
-    q, k, v = numbers(heads, queries, dim), numbers(heads, keys, dim), numbers(heads, keys, dim)
-    S, O = numbers(heads, queries, keys), numbers(heads, queries, dim)
-    rows = [(h, i) for h in range(heads) for i in range(queries)]
-    for h, i in rows:
-        for j in range(keys):
-            S[h][i][j] = Counted(0)
-            for e in range(dim):
-                S[h][i][j] += q[h][i][e] * k[h][j][e]
-    step()
-    for h, i in rows:
-        S[h][i] = [s * 0.3 for s in S[h][i]]
-    step()
-    for h, i in rows:
-        m, l = Counted(-math.inf), Counted(0)
-        for s in S[h][i]:
-            m = m.larger(s)
-        P = [(s - m).exp() for s in S[h][i]]
-        for p in P:
-            l += p
-        S[h][i] = [p / l for p in P]
-    step()
-    for h, i in rows:
-        for e in range(dim):
-            O[h][i][e] = Counted(0)
-            for j in range(keys):
-                O[h][i][e] += S[h][i][j] * v[h][j][e]
-    step()
-    return found
-
-
-def test_flops_are_those_of_the_loops(monkeypatch):
-    heads, seq, dim = 2, 5, 3
-    monkeypatch.setattr(shapes, "HEADS", heads)
-    monkeypatch.setattr(shapes, "HEAD_DIM", dim)
-    letters = sizes(seq)
-    counted = run_attention(heads, seq, seq, dim)
-    steps = SCORES, SCALE, SOFTMAX, PRODUCT
-    assert [value(work.flops, letters) for work in steps] == counted
-    for whole in (NAIVE, FUSED, host.NAIVE, host.HOST):
-        assert value(whole.flops, letters) == sum(counted)
-    assert value(host.WORKS[0].flops, letters) == counted[0] + counted[1]
-    assert value(DECODE.flops, letters) == sum(run_attention(heads, 1, seq, dim))
-
-
-def test_bytes_are_those_of_the_tensors():
-    heads, seq, dim, n = 8, 24, 64, 3
-    letters = sizes(seq, n)
-    q = k = v = out = torch.empty(heads, seq, dim)
-    scores = torch.empty(heads, seq, seq)
-    one, parts, lse = (torch.empty(heads, *rest) for rest in ((dim,), (n, dim), (n,)))
-    moved = [
-        (SCORES, (q, k, scores)), (SCALE, (scores, scores)), (SOFTMAX, (scores, scores)), (PRODUCT, (scores, v, out)),
-        (NAIVE, (q, k, *[scores] * 6, v, out)), (FUSED, (q, k, v, out)), (DECODE, (one, k, v, one)),
-        (SPLIT, (one, k, v, parts, lse)), (COMBINE, (parts, lse, one)),
-        (decode(n), (one, k, v, parts, lse, parts, lse, one)), (host.NAIVE, (q, k, *[scores] * 4, v, out)),
-    ]  # fmt: skip
-    for work, tensors in moved:
-        assert value(work.bytes, letters) == sum(t.nbytes for t in tensors), work.name
-    assert value(COMBINE.flops, letters) == heads * (n * (2 * dim + 4) + dim)
-
-
-@pytest.mark.parametrize(
-    ("work", "short", "long", "formula"),
-    [
-        (SCORES, 16, 28.444, "S D / (4 D + 2 S)"),
-        (SOFTMAX, 0.625, 0.625, "5 / 8"),
-        (PRODUCT, 16, 28.444, "S D / (4 D + 2 S)"),
-        (NAIVE, 8.1875, 10.48, "(2 S D + 3 S) / (8 D + 12 S)"),
-        (FUSED, 32.75, 262, "(2 S D + 3 S) / (8 D)"),
-        (DECODE, 0.50775, 0.51122, "(2 S D + 3 S) / (4 D + 4 S D)"),
-    ],
-)
-def test_intensities(work, short, long, formula):
-    assert work.intensity(sizes(128)) == pytest.approx(short, rel=1e-4)
-    assert work.intensity(sizes(1024)) == pytest.approx(long, rel=1e-4)
-    assert ratio(work) == formula
-    letters = {"H": 3, "n": 2, "S": 7, "D": 5}
-    python = re.sub(r"(?<=\w) (?=\w)", " * ", formula)
-    assert work.intensity(letters) == pytest.approx(eval(python, letters))
-
-
-def test_formulas_as_text():
-    assert shapes.text(NAIVE.flops) == "4 H S² D + 6 H S²"
-    assert SCORES.traffic == "8 H S D (read q, k) + 4 H S² (write scores)"
-    table = page.numbers([SPLIT, COMBINE], {128: 1, 1024: 7})
-    assert table.rows[0][1:4] == ["-"] * 3 and table.rows[1][6] == "0.476"  # 988 / 2076
-
-
-def test_the_roof_has_a_ridge():
-    assert ROOF.ridge == 25
-    assert (ROOF.at(10), ROOF.at(1000)) == (40e12, 100e12)
-    assert (ROOF.limit(24.9), ROOF.limit(25)) == ("memory", "compute")
 
 
 # The page -------------------------------------------------------------------------------------------------
@@ -357,79 +208,6 @@ def test_what_ncu_counts(monkeypatch):
     ]
     labels = [subject.label for subject in gpu._subjects(gpu.KERNELS)]
     assert len(labels) == 10 and "task 5: decode, S 1,024" in labels
-
-
-# The CPU ----------------------------------------------------------------------------------------------------
-
-
-def test_the_steps_of_naive_are_its_own(monkeypatch):
-    q, k, v = (torch.randn(1, 9, 8, 64) for _ in range(3))
-    scores, out = torch.empty(1, 8, 9, 9), torch.empty(1, 9, 8, 64)
-    host._steps.query("step_scores", OUT, q=q, k=k, scores_of=scores, scale=0.125)
-    host._steps.query("step_softmax", OUT, scores_of=scores)
-    host._steps.query("step_product", OUT, scores_of=scores, v=v, out=out)
-    torch.testing.assert_close(out, benchmark.pytorch(q, k, v, causal=False))
-
-
-def test_the_probe_does_what_it_is_timed_for():
-    part = 6 * 768  # floats of a thread: what any vectors read at a time divides them
-    sums, data = torch.zeros(3), torch.ones(3 * part)
-    read = host._probe.query(
-        "read_memory", OUT, data=data, n=data.numel(), times=2, threads=3, sums=sums
-    )
-    assert read == data.numel() and sums.tolist() == [2 * part] * 3
-    done = host._probe.query("multiply_add", OUT, a=0.5, b=1.0, times=40, threads=2, sums=sums)
-    assert sums[:2].tolist() == [done] * 2  # each of done / 2 sums is 2
-
-
-GCC = """\
-task4/frontends/x.cpp:10:21: missed: couldn't vectorize loop
-task4/frontends/x.cpp:10:21: missed: not vectorized: multiple nested loops.
-task4/frontends/x.cpp:13:25: optimized: loop vectorized using 32 byte vectors
-task4/frontends/x.cpp:13:25: optimized: loop vectorized using 16 byte vectors
-task4/frontends/x.cpp:13:25: missed: couldn't vectorize loop
-/usr/include/c++/12/cmath:13:49: missed: not vectorized: no vectype for stmt: _191 = *_190;
- scalar_type: float
-task4/frontends/x.cpp:42:16: note: vectorized 4 loops in function.
-task4/frontends/elements.h:69:23: optimized: loop vectorized using 32 byte vectors
-task4/frontends/elements.h:70:23: missed: couldn't vectorize loop
-task4/frontends/elements.h:70:23: missed: not vectorized: control flow in loop.
-task4/frontends/x.cpp:98:23: missed: couldn't vectorize loop
-task4/frontends/x.cpp:99:23: missed: not vectorized: no vectype for stmt: _1 = MEM[(const struct Row &)_2].at[0];
- scalar_type: Vector
-task4/frontends/x.cpp:99:23: missed: not vectorized: unsupported data-type
-"""
-CLANG = """\
-task4/frontends/x.cpp:36:44: remark: loop not vectorized: cannot prove it is safe to reorder floating-point operations; allow reordering by specifying '#pragma clang loop vectorize(enable)' before the loop or by providing the compiler option '-ffast-math'. [-Rpass-analysis=loop-vectorize]
-   36 |       for (int j = 0; j < kv_len; ++j) sum += P[j] * v[j];
-      |                                            ^
-task4/frontends/x.cpp:36:7: remark: loop not vectorized [-Rpass-missed=loop-vectorize]
-task4/frontends/x.cpp:26:5: remark: vectorized loop (vectorization width: 8, interleaved count: 4) [-Rpass=loop-vectorize]
-task4/frontends/x.cpp:24:5: remark: loop not vectorized: value that could not be identified as reduction is used outside the loop [-Rpass-analysis=loop-vectorize]
-task4/frontends/x.cpp:24:5: remark: loop not vectorized [-Rpass-missed=loop-vectorize]
-task4/frontends/y.h:7:5: remark: loop not vectorized [-Rpass-missed=loop-vectorize]
-"""
-
-
-def test_what_compilers_say_of_loops():
-    assert compiler.read("gcc", GCC, "task4/frontends/x.cpp") == {
-        10: "no: `multiple nested loops`",
-        13: "yes, 32 bytes; not in some copies: `no vectype for stmt: _191 = *_190;`",
-        98: "no: `its numbers are vectors already`",
-    }
-    assert compiler.read("clang", CLANG, "task4/frontends/x.cpp") == {
-        36: "no: `cannot prove it is safe to reorder floating-point operations`",
-        26: "yes, 8 numbers",
-        24: "no: `value that could not be identified as reduction is used outside the loop`",
-    }
-
-
-def test_the_loops_of_a_file():
-    loops = compiler.loops(host.FILES[0])
-    assert len(loops) == 12 and {loop.place.partition(":")[0] for loop in loops} == {"naive.cpp"}
-    (divides,) = (loop for loop in loops if "row[j] / l" in loop.source)
-    assert divides.verdict.startswith("yes, ")
-    assert host._code("a || b") == "`a \\|\\| b`"
 
 
 # The picture ------------------------------------------------------------------------------------------------

@@ -2,15 +2,11 @@
 
 import ast
 import json
-import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,18 +14,15 @@ import pytest
 from common import grade
 from common.record import POINTS
 from common.regions import regions
-from common.staff import delivery, student_edition
+from common.staff import student_edition
 from common.staff.student_edition import (
     LEFT_OUT,
     ROOT,
     TEMPLATES,
     MarkError,
-    RestoreError,
     contents,
     cut,
-    main,
     make,
-    restore,
     tracked_files,
 )
 from common.tests.texts import MODULE, broken, make_targets, runs
@@ -85,12 +78,12 @@ def test_every_stage_but_the_demo_has_something_to_write(edition):
     assert {file.split("/")[0] for file in answers} == {f"task{stage}" for stage in range(1, 7)}
 
 
-def test_no_answer_and_nothing_for_staff_is_left(files):
+def test_no_answer_and_nothing_for_staff_is_left(edition, files):
     assert not [file for file in files if file.startswith(LEFT_OUT)]
     for file, text in files.items():
         assert not re.search("(BEGIN|END) STAFF", text), file
         assert "until then:" not in text or file == "common/regions.py", file
-    for file in WITH_ANSWERS:
+    for file in edition[1]:
         for region in regions(files[file], file):
             size, placeholder = map(str.strip, region.lines.splitlines())
             assert re.fullmatch(r"(#|//) about \d+ lines?: .+", size), (file, size)
@@ -348,303 +341,3 @@ def test_the_policy_for_assistants_can_be_left_out(files):
     assert "do not write the answers" in files["AGENTS.md"]
     without = {file.path for file in contents(ai_policy=False)[0]}
     assert set(files) - without == {"AGENTS.md"}
-
-
-# Solved stages, and back again --------------------------------------------------------------------
-
-
-def test_solved_stages_keep_their_answers(tmp_path):
-    answers = make(tmp_path / "e", solved=[4, 2])
-    assert not [file for file in answers if file.startswith(("task2/", "task4/"))]
-    for file in ("task2/attention_kernel.cu", "task4/attention_kernel.cu"):
-        text = (tmp_path / "e" / file).read_text()
-        assert text == (ROOT / file).read_text()
-    assert "YOUR CODE HERE" in (tmp_path / "e/task5/attention_kernel.cu").read_text()
-    assert "**Tasks 2 and 4 are already written.**" in (tmp_path / "e/README.md").read_text()
-
-
-WITH_ANSWERS = [
-    file
-    for file in tracked_files()
-    if re.match(r"task\d/", file)
-    and file.endswith((".py", ".cu"))
-    and not file.startswith(LEFT_OUT)
-    and cut((ROOT / file).read_text(), file).answers
-]
-
-
-@pytest.mark.parametrize("solved", [(), (4,), (1, 2, 5), range(1, 7)], ids=str)
-def test_restoring_gives_back_the_original_byte_for_byte(tmp_path, solved):
-    assert len(WITH_ANSWERS) == 7
-    make(tmp_path / "e", solved=solved)
-    done = restore(tmp_path / "e")
-    assert set(done) == set(WITH_ANSWERS) and not any(own for _, own in done.values())
-    for file in WITH_ANSWERS:
-        assert (tmp_path / "e" / file).read_bytes() == (ROOT / file).read_bytes(), file
-    assert set(restore(tmp_path / "e").values()) == {(0, 0)}  # once more: nothing to do
-
-
-def test_restoring_keeps_what_a_student_wrote(tmp_path):
-    make(tmp_path / "e")
-    file = "task2/attention_kernel.cu"
-    kernel = tmp_path / "e" / file
-    own = kernel.read_text().replace("  // YOUR CODE HERE\n", "  my_own_code();\n", 1)
-    kernel.write_text(own + "// a note\n")
-    assert restore(tmp_path / "e", stages=[2]) == {file: (3, 1)}
-    text = kernel.read_text()
-    assert "my_own_code();" in text and text.endswith("// a note\n")
-    written, *others = regions(text, file)
-    assert "my_own_code();" in written.lines and "YOUR CODE" not in written.lines
-    course = regions((ROOT / file).read_text(), file)
-    assert [r.lines for r in others] == [r.lines for r in course[1:]]
-    assert restore(tmp_path / "e", stages=[2]) == {file: (0, 1)} and kernel.read_text() == text
-    assert "is not written yet" in (tmp_path / "e/task1/attention.py").read_text()
-
-
-def test_restoring_keeps_what_stands_beside_the_marks(tmp_path):
-    make(tmp_path / "e", solved=[2])
-    file = "task5/attention.py"
-    ours = tmp_path / "e" / file
-    ours.write_text(ours.read_text().replace("    return 1\n", "    return 7\n") + "# a note\n")
-    kernel = tmp_path / "e/task2/attention_kernel.cu"
-    kernel.write_text(kernel.read_text() + "// a note\n")
-    done = restore(tmp_path / "e", stages=[2, 5])
-    assert done[file] == (2, 1) and done["task2/attention_kernel.cu"] == (0, 0)
-    assert "    return 7\n" in ours.read_text() and ours.read_text().endswith("# a note\n")
-    assert kernel.read_text().endswith("// a note\n")
-
-
-def test_restoring_a_checkout_with_windows_line_ends(tmp_path):
-    make(tmp_path / "e")
-    for file in WITH_ANSWERS:
-        path = tmp_path / "e" / file
-        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    own = tmp_path / "e/task1/attention.py"
-    own.write_bytes(re.sub(b"raise NotImpl.*", b"return x\r", own.read_bytes()))
-    written = own.read_bytes()
-    done = restore(tmp_path / "e")
-    assert [file for file, (_, own) in done.items() if own] == ["task1/attention.py"]
-    assert own.read_bytes() == written
-    for file in WITH_ANSWERS[1:]:
-        assert (tmp_path / "e" / file).read_bytes() == (ROOT / file).read_bytes(), file
-
-
-@pytest.mark.parametrize(
-    "old, new, says",
-    [
-        (b"// END SOLUTION", b"//", "BEGIN SOLUTION inside BEGIN SOLUTION"),
-        (b"// BEGIN SOLUTION", b"//", "END SOLUTION without BEGIN SOLUTION"),
-        (b"// YOUR CODE HERE", b"// \xe4", r"byte \d+, 0xe4, is not UTF-8"),
-    ],
-)
-def test_restoring_reports_broken_marks_and_writes_nothing(tmp_path, old, new, says):
-    make(tmp_path / "e")
-    kernel = tmp_path / "e/task2/attention_kernel.cu"
-    kernel.write_bytes(kernel.read_bytes().replace(old, new, 1))
-    before = {file: (tmp_path / "e" / file).read_bytes() for file in WITH_ANSWERS}
-    with pytest.raises(SystemExit) as end:
-        main(["--restore", str(tmp_path / "e")])
-    assert re.fullmatch(rf"error: task2/attention_kernel.cu:\d+: {says}.*", str(end.value))
-    assert {file: (tmp_path / "e" / file).read_bytes() for file in WITH_ANSWERS} == before
-
-
-def test_an_edition_is_not_made_from_broken_marks(tmp_path, monkeypatch):
-    def without_an_end(path, file):
-        text = path.read_text()
-        return (
-            text.replace("// END SOLUTION", "//", 1)
-            if file == "task4/attention_kernel.cu"
-            else text
-        )
-
-    monkeypatch.setattr(student_edition, "read", without_an_end)
-    with pytest.raises(SystemExit, match=r"task4/attention_kernel.cu:\d+: BEGIN SOLUTION without"):
-        main([str(tmp_path / "e")])
-    monkeypatch.setattr(
-        student_edition, "read", lambda path, file: re.sub(".*SOLUTION.*", "", path.read_text())
-    )
-    with pytest.raises(
-        SystemExit, match="task1/attention.py: CustomSelfAttention.forward has no BEGIN"
-    ):
-        main([str(tmp_path / "e")])
-    assert left_in(tmp_path) == []
-
-
-def test_restoring_needs_an_edition(tmp_path):
-    with pytest.raises(RestoreError, match="has no task1/attention.py"):
-        restore(tmp_path)
-    with pytest.raises(RestoreError, match="not a folder"):
-        restore(tmp_path / "gone")
-
-
-# How it is delivered ------------------------------------------------------------------------------
-
-
-def left_in(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def git(folder, *arguments):
-    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-
-
-@needs_git
-def test_a_repository_has_one_commit_and_is_clean(files, tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_AUTHOR_NAME", "somebody")
-    monkeypatch.setenv("GIT_DIR", "/nowhere")
-    make(tmp_path / "a", git=True)
-    make(tmp_path / "b", git=True)
-    monkeypatch.undo()
-    assert git(tmp_path / "a", "rev-list", "--all", "--count") == "1"
-    assert git(tmp_path / "a", "status", "--porcelain", "--ignored") == ""
-    assert git(tmp_path / "a", "symbolic-ref", "--short", "HEAD") == "main"
-    people = git(tmp_path / "a", "log", "--format=%an <%ae> %cn <%ce>")
-    assert people == "Course <course@localhost> Course <course@localhost>"
-    assert set(git(tmp_path / "a", "ls-files").splitlines()) == set(files)
-    heads = {git(tmp_path / name, "rev-parse", "HEAD") for name in "ab"}
-    assert len(heads) == 1, "the same files give the same commit"
-    assert left_in(tmp_path) == ["a", "b"]
-
-
-def test_a_zip_has_the_same_files_below_one_folder(files, tmp_path):
-    make(tmp_path / "new" / "course.zip")
-    make(tmp_path / "again" / "course.zip")
-    with zipfile.ZipFile(tmp_path / "new/course.zip") as archive:
-        assert archive.testzip() is None
-        assert set(archive.namelist()) == {f"course/{file}" for file in files}
-        text = archive.read("course/task2/attention_kernel.cu").decode()
-    assert "YOUR CODE HERE" in text and "STAFF" not in text
-    assert left_in(tmp_path / "new") == ["course.zip"]
-    zips = [(tmp_path / name / "course.zip").read_bytes() for name in ("new", "again")]
-    assert zips[0] == zips[1], "the same files give the same zip"
-
-
-@pytest.mark.parametrize(
-    "name, options, error",
-    [
-        ("used", {}, "new or an empty directory"),
-        ("used/file", {}, "new or an empty directory"),
-        ("used/file/below", {}, "is a file, not a directory"),
-        ("used.zip", {}, "must be a new file"),
-        ("x.zip", {"git": True}, "--git makes a directory; got .*x.zip"),
-        (ROOT / "edition", {}, "must be outside of"),
-    ],
-)
-def test_a_wrong_destination_is_refused(tmp_path, name, options, error):
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used/file").write_text("mine")
-    (tmp_path / "used.zip").write_text("mine")
-    with pytest.raises((FileExistsError, delivery.DeliveryError), match=error):
-        make(tmp_path / name, **options)
-    assert left_in(tmp_path) == ["used", "used.zip"] and left_in(tmp_path / "used") == ["file"]
-    assert (tmp_path / "used.zip").read_text() == (tmp_path / "used/file").read_text() == "mine"
-    assert not (ROOT / "edition").exists()
-
-
-@pytest.mark.parametrize("before", ["nothing", "an empty directory"])
-@pytest.mark.parametrize("name", ["e", "deep/er/e", "e.zip"])
-@pytest.mark.parametrize("stage", ["_write", "_zip", "_publish"])
-def test_a_failed_run_leaves_nothing(tmp_path, monkeypatch, before, name, stage):
-    destination = tmp_path / name
-    if before == "an empty directory" and not name.endswith(".zip"):
-        destination.mkdir(parents=True)
-    there = sorted(tmp_path.rglob("*"))
-    real = getattr(delivery, stage)
-
-    def fail(*arguments):
-        if stage != "_publish":
-            real(*arguments)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(delivery, stage, fail)
-    if (stage == "_zip") == name.endswith(".zip") or stage == "_publish":
-        with pytest.raises(KeyboardInterrupt):
-            make(destination)
-        assert sorted(tmp_path.rglob("*")) == there
-
-
-def test_a_move_that_fails_is_undone(tmp_path, monkeypatch):
-    (tmp_path / "e").mkdir()
-    real, calls = os.rename, []
-
-    def fail_at_third(source, target):
-        calls.append(target)
-        if len(calls) == 3:
-            raise OSError(28, "No space left on device")
-        real(source, target)
-
-    monkeypatch.setattr(os, "rename", fail_at_third)
-    with pytest.raises(OSError, match="No space"):
-        make(tmp_path / "e")
-    assert left_in(tmp_path / "e") == []
-
-
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_run_that_is_stopped_leaves_nothing(tmp_path, how):
-    slow = (
-        "import time; from common.staff import delivery, student_edition as s; real = delivery._write\n"
-        "def write(*a): real(*a); print('written', flush=True); time.sleep(60)\n"
-        f"delivery._write = write; s.main([{str(tmp_path / 'e')!r}])"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", slow], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout.readline() == b"written\n"
-    time.sleep(0.1)
-    process.send_signal(how)
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == 130 and b"interrupted" in said and b"Traceback" not in said
-    assert left_in(tmp_path) == []
-
-
-def test_without_git_there_is_one_clear_error(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit) as end:
-        main([str(tmp_path / "e"), "--git"])
-    assert "error: --git needs git, and there is none on PATH" in str(end.value)
-    assert left_in(tmp_path) == []
-    main([str(tmp_path / "e")])  # a directory needs no git
-    assert (tmp_path / "e/task2/attention_kernel.cu").is_file()
-
-
-@pytest.mark.parametrize(
-    "arguments, says",
-    [
-        ([], "expected either DESTINATION or --restore EDITION; got none"),
-        (["e", "--restore", "e"], "got both"),
-        (["--restore", "e", "--git"], "--restore goes with --solved alone"),
-        (["e", "--solved", "9"], "of 1, 2, 3, 4, 5, 6; got 9"),
-        (["--solved", "7", "e"], "of 1, 2, 3, 4, 5, 6; got 7"),
-        (["e", "--solved", "four"], "invalid int value: 'four'"),
-    ],
-)
-def test_wrong_arguments(tmp_path, monkeypatch, capsys, arguments, says):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    assert end.value.code == 2 and says in capsys.readouterr().err
-    assert left_in(tmp_path) == []
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(delivery.tempfile, "mkdtemp", refuse)
-    with pytest.raises(SystemExit) as end:
-        main([str(tmp_path / "e")])
-    assert str(end.value) == f"error: cannot write {tmp_path / 'e'}: Permission denied"
-
-
-def test_the_command_says_what_it_did(tmp_path, capsys):
-    main(["--solved", "1", "4", str(tmp_path / "e")])
-    said = capsys.readouterr().out.splitlines()
-    assert "task2/attention_kernel.cu: 4 to write" in said and "task4: with its answers" in said
-    assert said[-1] == f"13 answers cut; the student edition is in {tmp_path / 'e'}"
-    main(["--restore", str(tmp_path / "e")])
-    assert f"13 answers put back into {tmp_path / 'e'}" in capsys.readouterr().out
