@@ -32,9 +32,9 @@
 
 // A consumer's share of a tile: its rows, or its keys. What it has of them is left in shared memory.
 template <typename T, int D, int B_r>
-DEVICE void consume(const Tile& tile, Shared<D, B_r>& s) {
+DEVICE void consume(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s) {
   using Memory = Shared<D, B_r>;
-  constexpr int CONSUMERS = Memory::CONSUMERS, STAGES = Memory::STAGES, SHARES = Memory::SHARES;
+  constexpr int CONSUMERS = Memory::CONSUMERS, STAGES = Memory::STAGES, SHARES = Memory::SHARES, B_c = Memory::B_c;
   const Chunk& c = tile.c;
   const Attention& a = c.a;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // shuffled: the compiler sees it as warp-uniform
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& s = *reinterpret_cast<Memory*>(raw);
 
-  Tile tile(c);
+  Tile<Memory::B_c> tile(c);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // shuffled: the compiler sees it as warp-uniform
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&c.q_map, &c.k_map, &c.v_map}) tma_prefetch(map);
@@ -374,7 +374,6 @@ static cudaError_t launch(Chunk& c, int rows, const View& k, const View& v, cuda
 static void set_gaps(Chunk& c, const View& k, const int* leftpad_k, const int* block_table, int max_pages, int window) {
   c.leftpad_k = leftpad_k, c.block_table = block_table, c.max_pages = max_pages, c.window = window;
   c.pages = k.sizes[0], c.page_size = k.sizes[1];
-  while (block_table && c.page_size % (1 << c.box_bits)) --c.box_bits;
 }
 
 // rows: of a tile; 64, 128, or with head_dim 64 and without GAPS 192. c has what is not named here.
@@ -383,6 +382,8 @@ static cudaError_t launch(Chunk& c, View q, View k, View v, View out, const int*
                           cudaStream_t stream) {
   c.a = make_attention(q, k, v, out, nullptr, scale, causal), c.seqlens_k = seqlens_k;
   if (c.block_table) c.a.kv_len = c.max_pages * c.page_size;
+  c.box_bits = keys_of_a_block(c.a.head_dim, rows) == 64 ? 6 : 7;
+  while (c.block_table && c.page_size % (1 << c.box_bits)) --c.box_bits;
   c.splits = splits, c.clusters = clusters, c.partial = partial, c.counters = counters;
   if (dtype == FLOAT16) return launch<__half>(c, rows, k, v, stream);
   if (dtype == BFLOAT16) return launch<__nv_bfloat16>(c, rows, k, v, stream);

@@ -42,8 +42,6 @@ LADDER_OF_MANY = 1024  # queries: of more the ladder has tiles of MANY rows, wit
 # Batch-invariant: into how many leaves a tile's keys are cut at most; the time that each of several leaves of a block
 # takes to be kept, with head_dim 128; and warps of a block that keep some.
 MOST_LEAVES, LEAF, WARPS = 256, 2, 8
-# And the sizes of subtrees that wait in shared memory, of a head_dim: LEVELS of chunk_tile.cuh.
-IN_SHARED = {64: 2, 128: 1}
 # Of GPUs, for Hopper. GAPS: rows that do not see all keys before their own, or keys in pages
 _KERNELS, _GAPS = Kernels(__file__, "chunk.cu"), Kernels(__file__, "chunk_with_gaps.cu")
 _BATCH_INVARIANT = Kernels(__file__, "chunk_batch_invariant.cu")
@@ -139,8 +137,8 @@ def chunk_attention(
         floats, counts = work.tiles * clusters * work.rows * (head_dim + 2), work.tiles * splits
     more = {}
     if batch_invariant:
-        of_a_consumer = _used(leaves, 2 * work.blocks + 1) // (splits * clusters * work.consumers)
-        levels = max(0, max(1, of_a_consumer).bit_length() - 1 - IN_SHARED[head_dim])
+        of_a_consumer = _used(leaves, work.blocks + 1) // (splits * clusters * work.consumers)
+        levels = max(0, max(1, of_a_consumer).bit_length() - 2)  # the smallest wait in shared memory
         at_work = sms_of(q.device) if q.is_cuda else work.tiles * splits * clusters  # blocks
         slots = WARPS * at_work if levels else 0
         floats, counts = floats + slots * levels * 16 * (head_dim + 2), counts + slots
@@ -281,9 +279,9 @@ def _leaves(work: Work, kv_heads: int, sms: int) -> int:
 
 
 def _used(leaves: int, blocks: int) -> int:
-    """Leaves of a tile with so many blocks of KEYS / 2: as bits_of_leaves() of chunk_tile.cuh."""
-    bits = max(1, blocks).bit_length() - 1
-    return min(leaves, 1 << max(0, bits - 1 - min(max(0, (bits - 4) // 2), 1)))
+    """Leaves of a tile with so many blocks of KEYS: as bits_of_leaves() of chunk_tile.cuh."""
+    bits = max(1, blocks * KEYS).bit_length() - 1
+    return min(leaves, 1 << max(0, bits - 7 - min(max(0, (bits - 10) // 2), 1)))
 
 
 def _fastest(
@@ -322,7 +320,7 @@ def best_split(work: Work, at_once: AtOnce, leaves: int = 0) -> tuple[int, int]:
     """
     most, several = max(1, work.blocks), range(1, MOST_CLUSTERS + 1)
     if leaves:
-        leaves = _used(leaves, 2 * work.blocks)
+        leaves = _used(leaves, work.blocks)
         most, several = max(1, leaves // work.consumers), (1, 2, 4, 8, 16)
 
     def cost(split: tuple[int, int]) -> tuple[float, int]:

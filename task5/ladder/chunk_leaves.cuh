@@ -41,23 +41,23 @@ DEVICE void store_to_keep(float4* to, float4 x) {
 template <int D, int B_r>
 struct OwnLeaves {
   static constexpr int SHARES = Shared<D, B_r>::SHARES, WARPS = 4 * Shared<D, B_r>::CONSUMERS;
-  static constexpr int IN_SHARED = Waiting<D>::LEVELS;
-  const Tile& tile;
+  using TileOf = Tile<Shared<D, B_r>::B_c>;
+  const TileOf& tile;
   int from, leaf, bits;  // the first one; the present one; 1 << bits leaves, or none if leaf < from
   int own, both;         // blocks of keys; of these, as many as the other consumer has
-  // Of each size, the subtree whose neighbour to the left is not complete yet: the first IN_SHARED sizes, and the
-  // others, in a slot that the warp takes
+  // Of each size, the subtree whose neighbour to the left is not complete yet: of the smallest, and the others, in a
+  // slot that the warp takes
   State<D>*in_shared, *in_global;
   int slot;
 
-  DEVICE OwnLeaves(const Tile& tile, Waiting<D>& waiting, int share) : tile(tile) {
+  DEVICE OwnLeaves(const TileOf& tile, Waiting<D>& waiting, int share) : tile(tile) {
     const Chunk& c = tile.c;
     const int nth = (tile.cluster * c.splits + tile.split) * SHARES + share, of = c.clusters * c.splits * SHARES;
     from = tile.first_leaf(nth, of), leaf = tile.first_leaf(nth + 1, of) - 1;
     bits = 31 - __clz(max(1, leaf + 1 - from));
     const int of_first = tile.middle - tile.first, of_second = tile.end - tile.middle;
     own = share == 0 ? of_first : of_second, both = min(of_first, of_second);
-    in_shared = waiting.states[threadIdx.x / 32 - 4];
+    in_shared = &waiting.states[threadIdx.x / 32 - 4];
   }
   DEVICE bool none() const { return leaf < from; }
   DEVICE int first() const { return tile.leaf_begin(leaf); }  // of the present leaf's blocks of keys
@@ -65,7 +65,7 @@ struct OwnLeaves {
   DEVICE int first_of_all() const { return tile.leaf_begin(from); }
 
   DEVICE void take_slot() {
-    if (bits <= IN_SHARED) return;
+    if (bits <= 1) return;
     const Chunk& c = tile.c;
     slot = first_slot(c.slots, WARPS, threadIdx.x / 32 - 4);
     if (threadIdx.x % 32 == 0) {
@@ -77,7 +77,7 @@ struct OwnLeaves {
   }
   // What the warp has left there has been read.
   DEVICE void give_slot() {
-    if (bits <= IN_SHARED) return;
+    if (bits <= 1) return;
     __syncwarp();
     if (threadIdx.x % 32 > 0) return;
     __threadfence();
@@ -92,7 +92,7 @@ struct OwnLeaves {
     int level = 0;
 #pragma unroll 1
     for (; level < bits && (leaf >> level) % 2 == 0; ++level) {
-      const State<D>& right = level < IN_SHARED ? in_shared[level] : in_global[level - IN_SHARED];
+      const State<D>& right = level == 0 ? *in_shared : in_global[level - 1];
       const float4 ml = right.ml[lane / 4];
       float weight[2], of_right[2];
       m_i[0] = merge_maxima(m_i[0], ml.x, scale, weight[0], of_right[0]);
@@ -116,12 +116,12 @@ struct OwnLeaves {
     const int lane = threadIdx.x % 32, level = merge(O_i, m_i, l_i, scale);
     const float4 ml = make_float4(m_i[0], m_i[1], l_i[0], l_i[1]);
     const auto O = [&](int u) { return make_float4(O_i[4 * u], O_i[4 * u + 1], O_i[4 * u + 2], O_i[4 * u + 3]); };
-    if (level < IN_SHARED) {
+    if (level == 0) {
 #pragma unroll
-      for (int u = 0; u < D / 8; ++u) in_shared[level].O[u][lane] = O(u);
-      if (lane % 4 == 0) in_shared[level].ml[lane / 4] = ml;
+      for (int u = 0; u < D / 8; ++u) in_shared->O[u][lane] = O(u);
+      if (lane % 4 == 0) in_shared->ml[lane / 4] = ml;
     } else {
-      State<D>& to = in_global[level - IN_SHARED];
+      State<D>& to = in_global[level - 1];
 #pragma unroll
       for (int u = 0; u < D / 8; ++u) store_to_keep(&to.O[u][lane], O(u));
       if (lane % 4 == 0) store_to_keep(&to.ml[lane / 4], ml);

@@ -5,8 +5,8 @@
 
 // By one thread, blocks of keys as they lie in the cache.
 template <typename T, int D, int B_r>
-DEVICE void load_blocks(const Tile& tile, Shared<D, B_r>& s) {
-  constexpr int SHARES = Shared<D, B_r>::SHARES;
+DEVICE void load_blocks(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s) {
+  constexpr int SHARES = Shared<D, B_r>::SHARES, B_c = Shared<D, B_r>::B_c;
   const Chunk& c = tile.c;
   Ring<Shared<D, B_r>::STAGES> k;
   Ring<Shared<D, B_r>::V_STAGES> v;
@@ -36,12 +36,12 @@ DEVICE void load_blocks(const Tile& tile, Shared<D, B_r>& s) {
 }
 
 // Each lane of a warp has the number of a page: of 16 keys of some blocks from the nth on.
-constexpr int OF_BLOCK = B_c / 16, HELD = 32 / OF_BLOCK;  // numbers of a block; blocks
-template <int SHARES>
-DEVICE int page_number(const Tile& tile, int nth) {
+template <int SHARES, int B_c>
+DEVICE int page_number(const Tile<B_c>& tile, int nth) {
+  constexpr int OF_BLOCK = B_c / 16;
   const int lane = threadIdx.x % 32;
   nth += lane / OF_BLOCK;
-  const int key = tile.read<SHARES>(nth) * B_c + lane % OF_BLOCK * 16;
+  const int key = tile.template read<SHARES>(nth) * B_c + lane % OF_BLOCK * 16;
   if (nth >= tile.end - tile.first || key >= tile.keys) return -1;
   return __ldcg(tile.c.block_table + int64_t(tile.b) * tile.c.max_pages + key / tile.c.page_size);
 }
@@ -49,7 +49,9 @@ DEVICE int page_number(const Tile& tile, int nth) {
 // The same from pages, K by one warp and V by another, whose lanes each load a box: some keys of a page, 64 columns.
 // `next` is page_number() of the first blocks.
 template <typename T, int D, int B_r>
-DEVICE void load_boxes(const Tile& tile, Shared<D, B_r>& s, int next) {
+DEVICE void load_boxes(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s, int next) {
+  constexpr int B_c = Shared<D, B_r>::B_c;
+  constexpr int OF_BLOCK = B_c / 16, HELD = 32 / OF_BLOCK;  // page numbers of a block; blocks
   const Chunk& c = tile.c;
   const bool of_K = threadIdx.x < 32;
   const CUtensorMap& map = of_K ? c.k_map : c.v_map;
@@ -73,7 +75,7 @@ DEVICE void load_boxes(const Tile& tile, Shared<D, B_r>& s, int next) {
   }
 #pragma unroll 1
   for (int nth = 0; nth < blocks; ++nth) {
-    const int j = tile.read<SHARES>(nth), of_held = nth % HELD;
+    const int j = tile.template read<SHARES>(nth), of_held = nth % HELD;
     if (of_held == 0) now = next, next = page_number<SHARES>(tile, nth + HELD);
     // A page outside of the pool is loaded as zeros.
     const int page = __shfl_sync(~0u, now, of_held * OF_BLOCK + key / 16);

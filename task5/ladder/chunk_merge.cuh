@@ -60,7 +60,7 @@ DEVICE void with_room_for(int parts, Use use) {
 
 // All parts of this block are in its shared memory. By its consumers.
 template <typename T, int D, int B_r>
-DEVICE void merge_parts(const Tile& tile, Shared<D, B_r>& s) {
+DEVICE void merge_parts(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s) {
   constexpr int SHARES = Shared<D, B_r>::SHARES, PITCH = Shared<D, B_r>::PITCH;
   constexpr int CONSUMERS = Shared<D, B_r>::CONSUMERS;
   const Chunk& c = tile.c;

@@ -8,7 +8,7 @@
 
 // A kernel has said whether there are GAPS, or pages; and whether it is BATCH_INVARIANT.
 
-constexpr int B_c = BATCH_INVARIANT ? 64 : 128, MOST_CONSUMERS = 3;
+constexpr int MOST_CONSUMERS = 3;
 constexpr int MOST_SPLITS = 8, MOST_CLUSTERS = 16;  // blocks of a cluster, clusters of a tile
 
 enum NamedBarrier { MERGE = 1,     // K_j and V_j have been read
@@ -26,7 +26,7 @@ struct Chunk {
   // With GAPS:
   const int *leftpad_k = nullptr, *block_table = nullptr;  // keys to skip at the start of each sequence; its pages
   int max_pages = 0, page_size = 0, pages = 0;             // of a sequence; keys of a page; of the pool, or sequences
-  int window = 0, box_bits = B_c == 64 ? 6 : 7;            // 0: no limit; 1 << box_bits keys are loaded at once
+  int window = 0, box_bits;                                // 0: no limit; 1 << box_bits keys are loaded at once
   // BATCH_INVARIANT: a tile's keys are cut into at most 1 << leaf_bits leaves. Of a warp's subtrees some wait for their
   // neighbours, those for which an SM has no room in a slot: there are as many as the GPU has warps at once
   int leaf_bits = 0, slots = 0, levels = 0;
@@ -36,16 +36,21 @@ struct Chunk {
   int* counters;             // [tile][splits], 0 between launches
 };
 
+// Keys of a block. BATCH_INVARIANT, 64 rows of head_dim 128 wait for the memory anyway, and in blocks of 64 leave room
+// for what waits in shared memory.
+constexpr int keys_of_a_block(int head_dim, int rows) {
+  return BATCH_INVARIANT && head_dim == 128 && rows == 64 ? 64 : 128;
+}
+
 // BATCH_INVARIANT: what a warp has of its 16 rows from some leaves.
 template <int D>
 struct State {
   float4 O[D / 8][32], ml[8];  // [][lane]; both rows' m, then l, of four lanes
 };
-// Those that wait for their neighbours on their SM, of two consumers: LEVELS sizes of subtrees.
+// Those that wait for their neighbours on their SM, of two consumers: those of the smallest subtrees.
 template <int D>
 struct Waiting {
-  static constexpr int LEVELS = D == 64 ? 2 : 1;
-  State<D> states[2 * WARPGROUP / 32][LEVELS];
+  State<D> states[2 * WARPGROUP / 32];
 };
 struct Nothing {};
 
@@ -53,10 +58,11 @@ struct Nothing {};
 template <int D, int B_r>
 struct Shared {
   static constexpr int CONSUMERS = B_r == 192 ? 3 : 2, THREADS = (1 + CONSUMERS) * WARPGROUP;
-  static constexpr int SHARES = 64 * CONSUMERS / B_r;
-  static constexpr int STAGES = BATCH_INVARIANT ? (D == 64 ? 8 : 4) : (D == 64 ? 6 : 3);  // of K
+  static constexpr int SHARES = 64 * CONSUMERS / B_r, B_c = keys_of_a_block(D, B_r);
+  static constexpr int STAGES = (D == 64 ? 6 : 3) + (B_c == 64 ? 1 : BATCH_INVARIANT ? -1
+                                                                                     : 0);  // of K
   // V_j is there while K_j's softmax is computed: one more, if there is room.
-  static constexpr int V_STAGES = BATCH_INVARIANT && B_r == 64 ? STAGES + 1 : STAGES;
+  static constexpr int V_STAGES = STAGES + (B_c == 64 ? 1 : 0);
   static constexpr int PITCH = D + 8;  // of a row of parts: 8 rows' pairs are in different banks
   alignas(1024) uint16_t Q[B_r * D];
   union {
@@ -76,13 +82,14 @@ struct Shared {
   bool last;  // of the tile's clusters
 };
 
-// BATCH_INVARIANT: of so many blocks of keys. A leaf has two or more, and from 64 on four.
-DEVICE int bits_of_leaves(int blocks) {
-  const int bits = 31 - __clz(max(1, blocks));
-  return max(0, bits - 1 - min(max(0, (bits - 4) / 2), 1));
+// BATCH_INVARIANT: of so many keys. A leaf has 128 or more, and from 4096 on 256.
+DEVICE int bits_of_leaves(unsigned keys) {
+  const int bits = 31 - __clz(int(max(1u, keys)));
+  return max(0, bits - 7 - min(max(0, (bits - 10) / 2), 1));
 }
 
 // What a block has of its tile: rows, and a share of their keys.
+template <int B_c>
 struct Tile {
   const Chunk& c;
   int of_head, split, cluster, kv_head, b, kv_heads;
@@ -110,7 +117,7 @@ struct Tile {
     const int nth = cluster * c.splits + split, of = c.clusters * c.splits;  // of the tile's blocks
     first_of_all = begin / B_c, all = max(0, ceil_div(visible(last_token()), B_c) - first_of_all);
     if constexpr (BATCH_INVARIANT) {
-      leaf_bits = min(c.leaf_bits, bits_of_leaves(all));
+      leaf_bits = min(c.leaf_bits, bits_of_leaves(unsigned(all) * B_c));
       first = leaf_begin(first_leaf(nth, of)), end = leaf_begin(first_leaf(nth + 1, of));
       middle = leaf_begin(first_leaf(2 * nth + 1, 2 * of));
     } else {

@@ -298,10 +298,10 @@ def test_batch_invariant_splits_are_no_more_than_leaves(leaves):
         for blocks in (1, 3, 17, 64, 1000):
             work = Work(2, 1, blocks, rows)
             splits, clusters = best_split(work, AT_ONCE, leaves)
-            used = chunk._used(leaves, 2 * blocks)
+            used = chunk._used(leaves, blocks)
             assert clusters & (clusters - 1) == 0
             assert splits * clusters * work.consumers <= max(used, work.consumers)
-            assert used <= max(1, blocks)  # of two blocks of KEYS / 2 at least
+            assert used <= max(1, blocks)
 
 
 def test_tiles_of_three_consumers():
