@@ -34,7 +34,7 @@ ONE_READ_BYTES, ROWS_OF_TWO_READS = 35e6, 48
 MORE_UNEVEN_BYTES = 100e6  # as UNEVEN_BYTES, where a call takes rung 11
 # Of 17 to 32 rows: K and V from which on chunk_attention is faster, in pages of a multiple of so many keys. Of more: up
 # to which keys, counted for each 16 rows, pairs of 16 are.
-CHUNK_BYTES, CHUNK_PAGE, KEYS_OF_PAIRS = 25e6, 64, 80_000
+CHUNK_BYTES, CHUNK_BYTES_IN_PAGES, CHUNK_PAGE, KEYS_OF_PAIRS = 15e6, 25e6, 64, 80_000
 # Keys, counted as those, from which on eight warps are faster than four: of 17 to 32 rows, and of more.
 KEYS_OF_EIGHT_WARPS = 32 * 1024, 16 * 1024
 # Keys of all kv heads, head_dim 128 or twice as many of 64. Where every other SM is no longer as fast as all of them,
@@ -68,18 +68,19 @@ def is_faster_as_a_chunk(
 ) -> bool:
     """Whether chunk_attention takes less time: of more than 16 rows, unless keys are few, or pages small.
 
-    It has as many blocks for each sequence: not for up to 32 rows where lengths decide. Batch-invariant, rows alone
+    It has as many blocks for each sequence: not for up to 32 rows where lengths decide. Batch-invariant, rows alone may
     decide. Arguments are those of :func:`fastest`.
     """
     if not call.hopper or call.item_size == 4 or call.head_dim == 256 or call.rows <= ROWS:
         return False
     if batch_invariant:
-        return call.rows > 2 * ROWS
+        return True
     if call.rows > 2 * ROWS:
         return not _has_few_keys(call, heads, kv_len)
     bytes_ = 2 * heads * kv_len * call.head_dim * call.item_size
     uneven = 2 <= lengths <= MOST_SEQUENCES and bytes_ >= MORE_UNEVEN_BYTES
-    return bytes_ >= CHUNK_BYTES and not uneven and (page_size or 0) % CHUNK_PAGE == 0
+    enough = bytes_ >= (CHUNK_BYTES_IN_PAGES if page_size else CHUNK_BYTES)
+    return enough and not uneven and (page_size or 0) % CHUNK_PAGE == 0
 
 
 def _has_few_keys(call: Call, heads: int, kv_len: int) -> bool:

@@ -73,7 +73,6 @@ DEVICE void consume(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s) {
   int j = end - 1 - share;  // the first S has no P V_j beside it
   if constexpr (BATCH_INVARIANT) {
     first = leaves.first_of_all(), j = leaves.none() ? first - 1 : leaves.last();
-    leaves.take_slot();
   }
   if (j >= first) {
     const auto sees = [&](int row) { return tile.visible(tile.token_0 + row / c.group); };
@@ -165,8 +164,11 @@ DEVICE void consume(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s) {
         for (int h = 0; h < 2; ++h) m_i[h] = -INFINITY, l_i[h] = 0.0f;
       const bool negative = As::MAXIMA == Maxima::INTEGERS && some_negative(m_i);
       float sum[2][2] = {}, shift[2];
+      constexpr bool AHEAD = GAPS && D * SHARES > 64;  // not of 128 rows of head_dim 64: they would take 2 % longer
+      const unsigned missing_ahead = AHEAD ? s.missing[k.index] : 0;  // the products hide the wait for it
       begin_step();
-      const bool masked = GAPS && (j >= whole || has_gaps(j));
+      const unsigned missing = GAPS && !AHEAD ? s.missing[k.index] : missing_ahead;
+      const bool masked = GAPS && (j >= whole || j < gapless || missing);
       if (masked) {
         keep_here(S);
         for (int h = 0; h < 2; ++h) mask<B_c>(S, h, seen[h] - j * B_c);
@@ -242,7 +244,7 @@ DEVICE void consume(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s) {
   } else if (share == 1 && (end - first) % 2 == 1) {
     wait_for_turn(), pass_turn();  // the other has had one turn more
   }
-  if (BATCH_INVARIANT) leaves.give_slot();
+  if (BATCH_INVARIANT) leaves.return_slot();
   if (wg == 0) wait_for_turn();  // the last consumer's last pass_turn(): no barrier is left with arrivals
 
   // ---- The parts
@@ -278,6 +280,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
       s.missing[i] = 0;
     }
     for (int i = 0; i < Memory::V_STAGES; ++i) mbarrier_init(&s.v_full[i], 1), mbarrier_init(&s.v_empty[i], READERS);
+    if constexpr (BATCH_INVARIANT) mbarrier_init(&s.waiting.lent, 1), mbarrier_init(&s.waiting.returned, WARPS);
     mbarrier_init_fence();
     for (LazyFlags& flags : s.lazy) flags = {};
   }
@@ -290,7 +293,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
   __syncthreads();  // barriers initialised before any thread uses them
 
   if (warpgroup == 0) {
-    registers_give<CONSUMERS == 2 ? 24 : 32>();
+    registers_give<Memory::OF_PRODUCER>();
     // Lengths are mostly what they were before that launch. With these, numbers of pages are asked for beside them.
     const bool paged = GAPS && c.block_table;
     if (paged) tile.find_keys();
@@ -302,6 +305,9 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
     if (paged && threadIdx.x < 64 && (before.x != tile.begin || before.y != tile.keys))
       page = page_number<SHARES>(tile, 0);
     if (tile.first >= tile.end) return;
+    if constexpr (BATCH_INVARIANT) {
+      if (threadIdx.x == 64) lend_slot<SHARES>(tile, s.waiting);
+    }
     if (paged) {
       if (threadIdx.x < 64) load_boxes<T>(tile, s, page);
     } else {
@@ -310,7 +316,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
     return;
   }
 
-  registers_take<CONSUMERS == 2 ? 240 : 160>();
+  registers_take<Memory::OF_CONSUMER>();
   wait_for_the_launch_before();
   tile.find_keys();
   consume<T>(tile, s);
@@ -374,6 +380,7 @@ static cudaError_t launch(Chunk& c, int rows, const View& k, const View& v, cuda
 static void set_gaps(Chunk& c, const View& k, const int* leftpad_k, const int* block_table, int max_pages, int window) {
   c.leftpad_k = leftpad_k, c.block_table = block_table, c.max_pages = max_pages, c.window = window;
   c.pages = k.sizes[0], c.page_size = k.sizes[1];
+  if (block_table) c.pages_of_16_keys = ((1u << 31) + c.page_size / 16 - 1) / (c.page_size / 16);
 }
 
 // rows: of a tile; 64, 128, or with head_dim 64 and without GAPS 192. c has what is not named here.

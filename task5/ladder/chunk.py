@@ -29,19 +29,20 @@ MANY = 192  # rows of a tile with three consumers, of head_dim 64
 # Of a tile's keys in a cluster. Clusters of 3, 5 or 6 blocks lie unevenly on the chip.
 SPLITS = (1, 2, 4, 8)
 MOST_CLUSTERS = 16  # of a tile
-AT_ONCE = 4  # parts of a cluster
-# In the time that a block takes for KEYS keys: a launch with its first loads and the merging in clusters, and AT_ONCE
-# parts more of these; several clusters' merging, and each of their parts.
-OVERHEAD, MORE, MERGING, PART = 5, 1, 1, 1.2
+# In the time that a block of ROWS rows takes for KEYS keys: a launch with its first loads and the merging in clusters;
+# several clusters' merging, and each of their parts.
+OVERHEAD, MERGING, PART = 8.5, 2, 1
 # The same keys: computed by a block with so many rows; and, of a head_dim, delivered by the memory, where all SMs ask
-# for others.
-COMPUTED, DELIVERED = {FEW: 0.67, ROWS: 1, MANY: 1.33}, {64: 0.9, 128: 1.35}
-NEIGHBOURS = 0.985  # where blocks beside each other read the same keys: an L2 request of one is the other's as well
-LADDER = {ROWS: 1, MANY: 1.25}  # of a block of task 4's ladder with so many rows, for KEYS keys
+# for others. Batch-invariant, how much longer computing takes.
+COMPUTED, DELIVERED = {FEW: 0.5, ROWS: 1, MANY: 1.07}, {64: 0.4, 128: 1.3}
+BATCH_INVARIANT = {FEW: 2, ROWS: 1.1}
+LADDER = {ROWS: 1, MANY: 1.1}  # of a block of task 4's ladder with so many rows, for KEYS keys
 LADDER_OF_MANY = 1024  # queries: of more the ladder has tiles of MANY rows, with head_dim 64
 # Batch-invariant: into how many leaves a tile's keys are cut at most; the time that each of several leaves of a block
 # takes to be kept, with head_dim 128; and warps of a block that keep some.
-MOST_LEAVES, LEAF, WARPS = 256, 2, 8
+MOST_LEAVES, LEAF, WARPS = 256, 1.75, 8
+# And the sizes of subtrees that wait in shared memory, of a head_dim: LEVELS of chunk_tile.cuh.
+IN_SHARED = {64: 2, 128: 1}
 # Of GPUs, for Hopper. GAPS: rows that do not see all keys before their own, or keys in pages
 _KERNELS, _GAPS = Kernels(__file__, "chunk.cu"), Kernels(__file__, "chunk_with_gaps.cu")
 _BATCH_INVARIANT = Kernels(__file__, "chunk_batch_invariant.cu")
@@ -138,10 +139,10 @@ def chunk_attention(
     more = {}
     if batch_invariant:
         of_a_consumer = _used(leaves, work.blocks + 1) // (splits * clusters * work.consumers)
-        levels = max(0, max(1, of_a_consumer).bit_length() - 2)  # the smallest wait in shared memory
+        levels = max(0, max(1, of_a_consumer).bit_length() - 1 - IN_SHARED[head_dim])
         at_work = sms_of(q.device) if q.is_cuda else work.tiles * splits * clusters  # blocks
-        slots = WARPS * at_work if levels else 0
-        floats, counts = floats + slots * levels * 16 * (head_dim + 2), counts + slots
+        slots = at_work if levels else 0
+        floats, counts = floats + slots * levels * WARPS * 16 * (head_dim + 2), counts + slots
         more = dict(leaf_bits=leaves.bit_length() - 1, slots=slots, levels=levels)
     partial, counters = workspace(q.device, floats, counts) if floats else (None, None)
     if gaps or batch_invariant:
@@ -288,25 +289,30 @@ def _fastest(
     works: tuple[Work, ...], at_once: AtOnce, leaves: int = 0
 ) -> tuple[Work, tuple[int, int]]:
     """The size of tiles, and the split, that finish first."""
-    work = min(works, key=lambda work: _cost(work, at_once, best_split(work, at_once, leaves)))
+
+    def cost(work: Work) -> float:
+        return _cost(work, at_once, best_split(work, at_once, leaves), leaves)
+
+    work = min(works, key=cost)
     return work, best_split(work, at_once, leaves)
 
 
-def _cost(work: Work, at_once: AtOnce, split: tuple[int, int]) -> float:
-    """Time of a call, in that of KEYS keys of a block."""
+def _cost(work: Work, at_once: AtOnce, split: tuple[int, int], leaves: int = 0) -> float:
+    """Time of a call, in that of KEYS keys of a block of ROWS rows."""
     splits, clusters = split
-    room = at_once[SPLITS.index(splits)]
+    blocks, room = splits * clusters, at_once[SPLITS.index(splits)]
     at_work = splits * min(room, work.tiles * clusters) / at_once[0]
-    computed = COMPUTED[work.rows]
-    if work.rows > FEW and splits == 1 < work.tiles_of_a_head:
-        computed *= NEIGHBOURS
+    computed = COMPUTED[work.rows] * (BATCH_INVARIANT[work.rows] if leaves else 1)
     # Tiles of a head read its keys together.
     pace = max(computed, DELIVERED[work.head_dim] * at_work / work.tiles_of_a_head)
-    merging = MORE * ((splits - 1) // AT_ONCE) / (2 if work.rows == FEW else 1)
-    if clusters > 1:
-        merging += MERGING + PART * clusters / splits
     waves = -(-work.tiles * clusters // room)
-    return waves * (-(-work.blocks // (splits * clusters)) * pace + OVERHEAD) + merging
+    cost = waves * (-(-work.blocks // blocks) * pace + OVERHEAD)
+    if clusters > 1:
+        cost += MERGING + PART * clusters / splits
+    if leaves:
+        of_a_consumer = _used(leaves, work.blocks) // (blocks * work.consumers)
+        cost += LEAF * work.head_dim / 128 * max(0, of_a_consumer - 1)
+    return cost
 
 
 @functools.lru_cache(maxsize=1024)
@@ -320,15 +326,8 @@ def best_split(work: Work, at_once: AtOnce, leaves: int = 0) -> tuple[int, int]:
     """
     most, several = max(1, work.blocks), range(1, MOST_CLUSTERS + 1)
     if leaves:
-        leaves = _used(leaves, work.blocks)
-        most, several = max(1, leaves // work.consumers), (1, 2, 4, 8, 16)
-
-    def cost(split: tuple[int, int]) -> tuple[float, int]:
-        blocks = split[0] * split[1]
-        of_a_consumer = leaves // (blocks * work.consumers)
-        keeping = LEAF * work.head_dim / 128 * max(0, of_a_consumer - 1)
-        return _cost(work, at_once, split) + keeping, blocks
-
+        most = max(1, _used(leaves, work.blocks) // work.consumers)
+        several = (1, 2, 4, 8, 16)
     return min(
         (
             (splits, clusters)
@@ -336,5 +335,5 @@ def best_split(work: Work, at_once: AtOnce, leaves: int = 0) -> tuple[int, int]:
             for clusters in several
             if splits * clusters <= most
         ),
-        key=cost,
+        key=lambda split: (_cost(work, at_once, split, leaves), split[0] * split[1]),
     )

@@ -16,15 +16,15 @@ DEVICE float merge_maxima(float left, float right, float scale, float& of_left, 
   return m;
 }
 
-// Where a warp looks for a slot first, and as good as always finds one: an SM has one block.
-DEVICE int first_slot(int slots, int warps, int warp) {
+// Where a block looks for a slot first, and as good as always finds it free: an SM has one block.
+DEVICE int first_slot(int slots) {
 #ifdef __CUDACC__
   unsigned sm;
   asm("mov.u32 %0, %%smid;" : "=r"(sm));
 #else
   const unsigned sm = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
 #endif
-  return (sm * warps + warp) % slots;
+  return sm % slots;
 }
 
 // A store that L2 should keep.
@@ -37,51 +37,55 @@ DEVICE void store_to_keep(float4* to, float4 x) {
 #endif
 }
 
+// A slot for this block's states that find no room in its shared memory, until they have been read. By one thread, of
+// the producer's, that nobody waits for.
+template <int SHARES, int D, int B_c>
+DEVICE void lend_slot(const Tile<B_c>& tile, Waiting<D>& waiting) {
+  if (tile.bits_of_a_consumer(SHARES) <= Waiting<D>::LEVELS) return;
+  const Chunk& c = tile.c;
+  int slot = first_slot(c.slots);
+  while (atomicCAS(&c.taken[slot], 0, 1) != 0) slot = (slot + 1) % c.slots;
+  __threadfence();
+  waiting.slot = slot;
+  mbarrier_arrive(&waiting.lent);
+  mbarrier_wait(&waiting.returned, 0);
+  __threadfence();
+  atomicExch(&c.taken[slot], 0);
+}
+
 // BATCH_INVARIANT: from the last leaf to the first. The state of one, or of a subtree, is a warp's O_i, m_i and l_i.
 template <int D, int B_r>
 struct OwnLeaves {
-  static constexpr int SHARES = Shared<D, B_r>::SHARES, WARPS = 4 * Shared<D, B_r>::CONSUMERS;
+  static constexpr int SHARES = Shared<D, B_r>::SHARES, LEVELS = Waiting<D>::LEVELS;
   using TileOf = Tile<Shared<D, B_r>::B_c>;
   const TileOf& tile;
+  Waiting<D>& waiting;
   int from, leaf, bits;  // the first one; the present one; 1 << bits leaves, or none if leaf < from
   int own, both;         // blocks of keys; of these, as many as the other consumer has
-  // Of each size, the subtree whose neighbour to the left is not complete yet: of the smallest, and the others, in a
-  // slot that the warp takes
-  State<D>*in_shared, *in_global;
-  int slot;
 
-  DEVICE OwnLeaves(const TileOf& tile, Waiting<D>& waiting, int share) : tile(tile) {
+  DEVICE OwnLeaves(const TileOf& tile, Waiting<D>& waiting, int share) : tile(tile), waiting(waiting) {
     const Chunk& c = tile.c;
     const int nth = (tile.cluster * c.splits + tile.split) * SHARES + share, of = c.clusters * c.splits * SHARES;
     from = tile.first_leaf(nth, of), leaf = tile.first_leaf(nth + 1, of) - 1;
-    bits = 31 - __clz(max(1, leaf + 1 - from));
+    bits = tile.bits_of_a_consumer(SHARES);
     const int of_first = tile.middle - tile.first, of_second = tile.end - tile.middle;
     own = share == 0 ? of_first : of_second, both = min(of_first, of_second);
-    in_shared = &waiting.states[threadIdx.x / 32 - 4];
   }
   DEVICE bool none() const { return leaf < from; }
   DEVICE int first() const { return tile.leaf_begin(leaf); }  // of the present leaf's blocks of keys
   DEVICE int last() const { return tile.leaf_begin(leaf + 1) - 1; }
   DEVICE int first_of_all() const { return tile.leaf_begin(from); }
 
-  DEVICE void take_slot() {
-    if (bits <= 1) return;
-    const Chunk& c = tile.c;
-    slot = first_slot(c.slots, WARPS, threadIdx.x / 32 - 4);
-    if (threadIdx.x % 32 == 0) {
-      while (atomicCAS(&c.taken[slot], 0, 1) != 0) slot = (slot + 1) % c.slots;
-      __threadfence();
-    }
-    slot = __shfl_sync(~0u, slot, 0);
-    in_global = reinterpret_cast<State<D>*>(c.waiting) + int64_t(slot) * c.levels;
+  // Of each size, the subtree whose neighbour to the left is not complete yet.
+  DEVICE State<D>& waits(int level) {
+    const int warp = threadIdx.x / 32 - 4;
+    if (level < LEVELS) return waiting.states[level][warp];
+    mbarrier_wait(&waiting.lent, 0);
+    const int nth = waiting.slot * tile.c.levels + level - LEVELS;
+    return reinterpret_cast<State<D>*>(tile.c.waiting)[nth * WARPS + warp];
   }
-  // What the warp has left there has been read.
-  DEVICE void give_slot() {
-    if (bits <= 1) return;
-    __syncwarp();
-    if (threadIdx.x % 32 > 0) return;
-    __threadfence();
-    atomicExch(&tile.c.taken[slot], 0);
+  DEVICE void return_slot() {
+    if (bits > LEVELS) arrive_as_warp(&waiting.returned);
   }
 
   // The state of the present leaf becomes that of the largest subtree that is complete with it. Returns its level.
@@ -92,7 +96,7 @@ struct OwnLeaves {
     int level = 0;
 #pragma unroll 1
     for (; level < bits && (leaf >> level) % 2 == 0; ++level) {
-      const State<D>& right = level == 0 ? *in_shared : in_global[level - 1];
+      const State<D>& right = waits(level);
       const float4 ml = right.ml[lane / 4];
       float weight[2], of_right[2];
       m_i[0] = merge_maxima(m_i[0], ml.x, scale, weight[0], of_right[0]);
@@ -114,17 +118,17 @@ struct OwnLeaves {
   DEVICE void complete(float (&O_i)[D / 2], const float (&m)[2], const float (&l)[2], float scale) {
     float m_i[2] = {m[0], m[1]}, l_i[2] = {l[0], l[1]};
     const int lane = threadIdx.x % 32, level = merge(O_i, m_i, l_i, scale);
-    const float4 ml = make_float4(m_i[0], m_i[1], l_i[0], l_i[1]);
-    const auto O = [&](int u) { return make_float4(O_i[4 * u], O_i[4 * u + 1], O_i[4 * u + 2], O_i[4 * u + 3]); };
-    if (level == 0) {
+    const auto keep = [&](auto store) {
+      State<D>& to = waits(level);
 #pragma unroll
-      for (int u = 0; u < D / 8; ++u) in_shared->O[u][lane] = O(u);
-      if (lane % 4 == 0) in_shared->ml[lane / 4] = ml;
+      for (int u = 0; u < D / 8; ++u)
+        store(&to.O[u][lane], make_float4(O_i[4 * u], O_i[4 * u + 1], O_i[4 * u + 2], O_i[4 * u + 3]));
+      if (lane % 4 == 0) store(&to.ml[lane / 4], make_float4(m_i[0], m_i[1], l_i[0], l_i[1]));
+    };
+    if (level < LEVELS) {
+      keep([](float4* to, float4 x) { *to = x; });
     } else {
-      State<D>& to = in_global[level - 1];
-#pragma unroll
-      for (int u = 0; u < D / 8; ++u) store_to_keep(&to.O[u][lane], O(u));
-      if (lane % 4 == 0) store_to_keep(&to.ml[lane / 4], ml);
+      keep(store_to_keep);
     }
     __syncwarp();
     --leaf;

@@ -43,7 +43,7 @@ DEVICE int page_number(const Tile<B_c>& tile, int nth) {
   nth += lane / OF_BLOCK;
   const int key = tile.template read<SHARES>(nth) * B_c + lane % OF_BLOCK * 16;
   if (nth >= tile.end - tile.first || key >= tile.keys) return -1;
-  return __ldcg(tile.c.block_table + int64_t(tile.b) * tile.c.max_pages + key / tile.c.page_size);
+  return __ldcg(tile.c.block_table + int64_t(tile.b) * tile.c.max_pages + tile.page_of(key));
 }
 
 // The same from pages, K by one warp and V by another, whose lanes each load a box: some keys of a page, 64 columns.
@@ -79,7 +79,7 @@ DEVICE void load_boxes(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s,
     if (of_held == 0) now = next, next = page_number<SHARES>(tile, nth + HELD);
     // A page outside of the pool is loaded as zeros.
     const int page = __shfl_sync(~0u, now, of_held * OF_BLOCK + key / 16);
-    const int row = (j * B_c + key) % c.page_size;
+    const int row = j * B_c + key - tile.page_of(j * B_c + key) * c.page_size;
     const unsigned missing = __ballot_sync(~0u, loads && unsigned(page) >= unsigned(c.pages));
     if (of_K && nth == STAGES) barrier_sync(ARRIVED, 64);  // the other warp is done with the buffer's barrier
     mbarrier_wait(&empty[index], parity ^ 1);

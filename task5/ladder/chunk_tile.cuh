@@ -26,12 +26,13 @@ struct Chunk {
   // With GAPS:
   const int *leftpad_k = nullptr, *block_table = nullptr;  // keys to skip at the start of each sequence; its pages
   int max_pages = 0, page_size = 0, pages = 0;             // of a sequence; keys of a page; of the pool, or sequences
-  int window = 0, box_bits;                                // 0: no limit; 1 << box_bits keys are loaded at once
+  unsigned pages_of_16_keys = 0;  // 16 / page_size, times 2^31 and rounded up
+  int window = 0, box_bits;       // 0: no limit; 1 << box_bits keys are loaded at once
   // BATCH_INVARIANT: a tile's keys are cut into at most 1 << leaf_bits leaves. Of a warp's subtrees some wait for their
-  // neighbours, those for which an SM has no room in a slot: there are as many as the GPU has warps at once
+  // neighbours, those for which an SM has no room in a slot: there are as many as the GPU has blocks at once
   int leaf_bits = 0, slots = 0, levels = 0;
-  float* waiting = nullptr;  // [slot][level], a state of a warp
-  int* taken = nullptr;      // of each slot whether a warp has it, 0 between launches
+  float* waiting = nullptr;  // [slot][level][warp], a state
+  int* taken = nullptr;      // of each slot whether a block has it, 0 between launches
   float* partial;            // [tile][cluster][B_r][head_dim], and behind all of them m, l: [tile][cluster][B_r][2]
   int* counters;             // [tile][splits], 0 between launches
 };
@@ -47,10 +48,15 @@ template <int D>
 struct State {
   float4 O[D / 8][32], ml[8];  // [][lane]; both rows' m, then l, of four lanes
 };
-// Those that wait for their neighbours on their SM, of two consumers: those of the smallest subtrees.
+// Those that wait for their neighbours on their SM, of two consumers: of the smallest subtrees, and with head_dim 64 of
+// those of two leaves. And the slot in which the others wait.
+constexpr int WARPS = 2 * WARPGROUP / 32;
 template <int D>
 struct Waiting {
-  State<D> states[2 * WARPGROUP / 32];
+  static constexpr int LEVELS = D == 64 ? 2 : 1;
+  State<D> states[LEVELS][WARPS];
+  uint64_t lent, returned;
+  int slot;
 };
 struct Nothing {};
 
@@ -59,10 +65,15 @@ template <int D, int B_r>
 struct Shared {
   static constexpr int CONSUMERS = B_r == 192 ? 3 : 2, THREADS = (1 + CONSUMERS) * WARPGROUP;
   static constexpr int SHARES = 64 * CONSUMERS / B_r, B_c = keys_of_a_block(D, B_r);
-  static constexpr int STAGES = (D == 64 ? 6 : 3) + (B_c == 64 ? 1 : BATCH_INVARIANT ? -1
-                                                                                     : 0);  // of K
+  static constexpr int STAGES = !BATCH_INVARIANT ? (D == 64 ? 6 : 3) : D * B_c == 128 * 128 ? 2
+                                                                                            : 4;  // of K
   // V_j is there while K_j's softmax is computed: one more, if there is room.
-  static constexpr int V_STAGES = STAGES + (B_c == 64 ? 1 : 0);
+  static constexpr int V_STAGES = STAGES == 4 ? 5 : STAGES;
+  // Registers of a thread; loads from pages take more.
+  static constexpr int OF_PRODUCER = CONSUMERS == 3 ? 32 : !GAPS   ? 24
+                                                       : B_c == 64 ? 56
+                                                                   : 40;
+  static constexpr int OF_CONSUMER = CONSUMERS == 3 ? 160 : 252 - OF_PRODUCER / 2;
   static constexpr int PITCH = D + 8;  // of a row of parts: 8 rows' pairs are in different banks
   alignas(1024) uint16_t Q[B_r * D];
   union {
@@ -126,6 +137,10 @@ struct Tile {
   }
   // Of `of` that share the tile, a power of two, each has neighbouring leaves: as many, or one if there are fewer.
   DEVICE int first_leaf(int nth, int of) const { return ((nth << leaf_bits) + of - 1) >> (31 - __clz(of)); }
+  // A consumer has 1 << bits leaves, or with 0 bits none or one.
+  DEVICE int bits_of_a_consumer(int shares) const {
+    return max(0, leaf_bits - (31 - __clz(c.clusters * c.splits * shares)));
+  }
   DEVICE int leaf_begin(int leaf) const { return first_of_all + int(int64_t(all) * leaf >> leaf_bits); }
   // The block of keys that this block reads as its nth. Consumers that share the keys have every other one; or, of
   // leaves, the first half and the second, in turns while there are both.
@@ -136,6 +151,8 @@ struct Tile {
     const bool second = nth < 2 * both ? nth % 2 : end - middle > both;
     return (second ? end : middle) - 1 - (nth < 2 * both ? nth / 2 : nth - both);
   }
+  // In its sequence. A quotient, of 2^27 at most, that is exact without a division: those take as long as some loads.
+  DEVICE int page_of(int key) const { return uint64_t(unsigned(key) / 16) * c.pages_of_16_keys >> 31; }
   DEVICE int last_token() const { return token_0 + rows / c.group - 1; }
   // Of the keys, those up to which a token sees them, and the first one that it may see.
   DEVICE int visible(int token) const {

@@ -218,14 +218,15 @@ def test_many_rows_are_faster_as_a_chunk(h200):
     assert not chunk(1, 26_666, 33) and not chunk(2, 14_000, 64, head_dim=64, page_size=16)
     assert chunk(90, 100, 33) and not chunk(88, 100, 33)  # more pairs than two for each SM
     assert chunk(1, 20_000, 64, page_size=16) and not chunk(1, 19_999, 64, page_size=16)
-    assert chunk(1, 26_667, 48, page_size=64) and chunk(8, 8192, 32, page_size=64)
+    assert chunk(1, 26_667, 48, page_size=64)
     assert not chunk(8, 8192, 32, page_size=16) and not chunk(8, 8192, 32, page_size=96)
-    assert chunk(8, 8192, 32) and not chunk(8, 4096, 32)  # 34 and 17 MB
+    assert chunk(8, 4096, 32) and not chunk(8, 3600, 32)  # 17 and 14.7 MB
+    assert chunk(8, 8192, 32, page_size=64) and not chunk(8, 4096, 32, page_size=64)
     assert chunk(8, 16384, 17, lengths=8) and not chunk(8, 32768, 17, lengths=8)
     assert chunk(8, 32768, 17, lengths=129)
     assert not chunk(8, 99_999, 16)
     for heads, kv_len in ((1, 300), (8, 99_999)):  # rows alone decide
-        assert chunk(heads, kv_len, 33, batch_invariant=True)
-        assert not chunk(heads, kv_len, 32, batch_invariant=True)
+        assert chunk(heads, kv_len, 17, batch_invariant=True)
+        assert not chunk(heads, kv_len, 16, batch_invariant=True)
     assert not chunk(8, 8192, 64, dtype=0) and not chunk(8, 8192, 64, head_dim=256)
     assert not is_faster_as_a_chunk(h200(dtype=2, rows=64)._replace(hopper=False), 8, 8192)
