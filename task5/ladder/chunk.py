@@ -31,10 +31,10 @@ SPLITS = (1, 2, 4, 8)
 MOST_CLUSTERS = 16  # of a tile
 # In the time that a block of ROWS rows takes for KEYS keys: a launch with its first loads and the merging in clusters;
 # several clusters' merging, and each of their parts.
-OVERHEAD, MERGING, PART = 8.5, 2, 1
+OVERHEAD, MERGING, PART = 9, 2, 1
 # The same keys: computed by a block with so many rows; and, of a head_dim, delivered by the memory, where all SMs ask
 # for others. Batch-invariant, how much longer computing takes.
-COMPUTED, DELIVERED = {FEW: 0.5, ROWS: 1, MANY: 1.07}, {64: 0.4, 128: 1.3}
+COMPUTED, DELIVERED = {FEW: 0.42, ROWS: 1, MANY: 1.07}, {64: 0.25, 128: 1.3}
 BATCH_INVARIANT = {FEW: 2, ROWS: 1.1}
 LADDER = {ROWS: 1, MANY: 1.1}  # of a block of task 4's ladder with so many rows, for KEYS keys
 LADDER_OF_MANY = 1024  # queries: of more the ladder has tiles of MANY rows, with head_dim 64
@@ -303,8 +303,9 @@ def _cost(work: Work, at_once: AtOnce, split: tuple[int, int], leaves: int = 0) 
     blocks, room = splits * clusters, at_once[SPLITS.index(splits)]
     at_work = splits * min(room, work.tiles * clusters) / at_once[0]
     computed = COMPUTED[work.rows] * (BATCH_INVARIANT[work.rows] if leaves else 1)
-    # Tiles of a head read its keys together.
-    pace = max(computed, DELIVERED[work.head_dim] * at_work / work.tiles_of_a_head)
+    # Tiles of a head read its keys together. The pace is that of what takes longer, and a little of the other's.
+    delivered = DELIVERED[work.head_dim] * at_work / work.tiles_of_a_head
+    pace = (computed**4 + delivered**4) ** 0.25
     waves = -(-work.tiles * clusters // room)
     cost = waves * (-(-work.blocks // blocks) * pace + OVERHEAD)
     if clusters > 1:
