@@ -117,7 +117,7 @@ def decode_attention(
             )  # fmt: skip
         choice = fastest(
             call, batch * kv_heads, seen, batch_invariant=batch_invariant, page_size=page_size,
-            promised=new_keys is not None, lengths=lengths,
+            promised=new_keys is not None, batch=batch, lengths=lengths,
         )  # fmt: skip
     if not choice.ahead:
         new_keys = None

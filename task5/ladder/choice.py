@@ -1,7 +1,9 @@
 """Which rung a call of decode takes: from shapes alone, never from lengths."""
 
+import math
 from typing import NamedTuple
 
+from task5.ladder.chunk import by_length_pays
 from task5.ladder.plan import (
     BY_LENGTH,
     EIGHT_WARPS,
@@ -27,13 +29,14 @@ UNEVEN_BYTES, MANY_UNEVEN_BYTES = 250e6, 400e6
 # Pairs for each SM where lengths decide: up to which rung 8 is the fastest, 9 with three blocks on an SM, and 10.
 ALMOST_ONE, ONE_AND_A_HALF, FEW_WAVES = 1.17, 1.6, 3
 SOME_SMS = 0.3  # and up to which rung 8 loads keys ahead of the wait below MANY_UNEVEN_BYTES
+MANY_SMS = 0.4  # and from which on rung 10 is faster where the states of leaves are large
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see fastest()
 # Of 17 to 32 rows: K and V from which on one read of them may be faster than two by twice as many blocks. And of more,
 # where kv heads are more than SMs: up to how many rows two reads by rung 11 are faster than one by rung 5.
 ONE_READ_BYTES, ROWS_OF_TWO_READS = 35e6, 48
 MORE_UNEVEN_BYTES = 100e6  # as UNEVEN_BYTES, where a call takes rung 11
-# Of 17 to 32 rows: K and V from which on chunk_attention is faster, in pages of a multiple of so many keys. Of more: up
-# to which keys, counted for each 16 rows, pairs of 16 are.
+# Of 17 to 32 rows: K and V from which on chunk_attention is faster, contiguous, and in pages of a multiple of so many
+# keys. Of more: up to which keys, counted for each 16 rows, pairs of 16 are.
 CHUNK_BYTES, CHUNK_BYTES_IN_PAGES, CHUNK_PAGE, KEYS_OF_PAIRS = 15e6, 25e6, 64, 80_000
 # Keys, counted as those, from which on eight warps are faster than four: of 17 to 32 rows, and of more.
 KEYS_OF_EIGHT_WARPS = 32 * 1024, 16 * 1024
@@ -45,6 +48,8 @@ CROWDED_KEYS, SHARED_KEYS = 15_000, 33_000
 # In float32: up to which keys are loaded ahead of the wait, and from which on eight warps are faster.
 FEW_KEYS_OF_FLOAT32, MANY_KEYS_OF_FLOAT32 = 12_500, 70_000
 PAIR_KEYS = 4095  # of one or two pairs: up to so many, four warps take less time than eight
+# Batch-invariant, of pairs with several clusters: keys, counted as those, from which eight warps are faster.
+KEYS_OF_A_TREE, KEYS_OF_SEVERAL_TREES = 500_000, 80_000
 # Pairs that have several clusters each: of so few, lengths decide nothing; and below MANY_UNEVEN_BYTES.
 FEW_PAIRS, SOME_PAIRS = 5, 8
 
@@ -68,7 +73,7 @@ def is_faster_as_a_chunk(
 ) -> bool:
     """Whether chunk_attention takes less time: of more than 16 rows, unless keys are few, or pages small.
 
-    It has as many blocks for each sequence: not for up to 32 rows where lengths decide. Batch-invariant, rows alone may
+    Of up to 32 rows not where lengths decide, unless they do so for a chunk, too. Batch-invariant, rows alone may
     decide. Arguments are those of :func:`fastest`.
     """
     if not call.hopper or call.item_size == 4 or call.head_dim == 256 or call.rows <= ROWS:
@@ -80,7 +85,9 @@ def is_faster_as_a_chunk(
     bytes_ = 2 * heads * kv_len * call.head_dim * call.item_size
     uneven = 2 <= lengths <= MOST_SEQUENCES and bytes_ >= MORE_UNEVEN_BYTES
     enough = bytes_ >= (CHUNK_BYTES_IN_PAGES if page_size else CHUNK_BYTES)
-    return enough and not uneven and (page_size or 0) % CHUNK_PAGE == 0
+    if uneven and not by_length_pays(heads, bytes_, call.sms):
+        return False
+    return enough and (page_size or 0) % CHUNK_PAGE == 0
 
 
 def _has_few_keys(call: Call, heads: int, kv_len: int) -> bool:
@@ -97,6 +104,7 @@ def fastest(
     batch_invariant: bool = False,
     page_size: int | None = None,
     promised: bool = False,
+    batch: int = 1,
     lengths: int = 1,
 ) -> Choice:
     """The fastest for ``heads`` kv heads of all sequences, as NOTES.md has measured it.
@@ -111,11 +119,13 @@ def fastest(
         batch_invariant: whether a sequence must have the same bits in any batch.
         page_size: keys of a page; None for a contiguous cache.
         promised: whether keys may be loaded ahead of the wait.
+        batch: how many sequences there are.
         lengths: how many sequences there are whose lengths may differ.
     """
     choice = _fastest_of_equal_lengths(
-        call, heads, kv_len, batch_invariant=batch_invariant, page_size=page_size, promised=promised
-    )
+        call, heads, kv_len, batch_invariant=batch_invariant, page_size=page_size,
+        promised=promised, batch=batch,
+    )  # fmt: skip
     bytes_ = 2 * heads * kv_len * call.head_dim * call.item_size
     may_differ = 2 <= lengths <= MOST_SEQUENCES
     if choice.rung == MORE_ROWS:
@@ -132,11 +142,13 @@ def fastest(
         few = False
     uneven_bytes = UNEVEN_BYTES if few else MANY_UNEVEN_BYTES
     if may_differ and bytes_ >= uneven_bytes and choice.rung in ONE_TREE:
-        return _fastest_by_length(call, pairs, promised, long=long)
+        return _fastest_by_length(call, pairs, batch_invariant, promised, long=long)
     return choice
 
 
-def _fastest_by_length(call: Call, pairs: int, promised: bool, *, long: bool) -> Choice:
+def _fastest_by_length(
+    call: Call, pairs: int, batch_invariant: bool, promised: bool, *, long: bool
+) -> Choice:
     """The fastest where lengths decide: the one whose blocks give all SMs as much to do.
 
     Rung 10 has one pair on an SM after the other. Where pairs are far more than SMs, most of them may be short, and two
@@ -148,6 +160,8 @@ def _fastest_by_length(call: Call, pairs: int, promised: bool, *, long: bool) ->
         # Keys ahead would take the memory from the blocks before them.
         return Choice(deep)
     if for_each_sm <= 1:
+        if batch_invariant and for_each_sm > MANY_SMS and _has_large_states(call):
+            return Choice(of_eight_warps)
         return Choice(deep, promised and (long or for_each_sm <= SOME_SMS))
     return Choice(shallow if for_each_sm <= ONE_AND_A_HALF else of_eight_warps, promised)
 
@@ -160,6 +174,7 @@ def _fastest_of_equal_lengths(
     batch_invariant: bool,
     page_size: int | None,
     promised: bool,
+    batch: int,
 ) -> Choice:
     sms = call.sms
     if not call.hopper:
@@ -178,7 +193,7 @@ def _fastest_of_equal_lengths(
     if heads > sms:
         rung = _fastest_of_many_pairs(call, heads, kv_len, batch_invariant, page_size)
         return Choice(rung, promised)
-    return _fastest_of_few_pairs(call, heads, kv_len, batch_invariant, page_size, promised)
+    return _fastest_of_few_pairs(call, heads, kv_len, batch_invariant, page_size, promised, batch)
 
 
 def _fastest_of_few_pairs(
@@ -188,6 +203,7 @@ def _fastest_of_few_pairs(
     batch_invariant: bool,
     page_size: int | None,
     promised: bool,
+    batch: int,
 ) -> Choice:
     """The fastest where each pair has an SM, or several: a power of two of them.
 
@@ -198,16 +214,20 @@ def _fastest_of_few_pairs(
     pair_keys = kv_len * call.head_dim // 128
     keys, blocks = heads * pair_keys, power_of_two(call.sms // heads)
     if is_spread(call, heads, kv_len):
+        if batch_invariant:
+            return Choice(EIGHT_WARPS if keys >= _keys_of_large_trees(call, heads, batch) else 4)
         fills = heads <= 2 or 20 * heads * min(MOST_SPREAD, blocks) >= 19 * call.sms
-        return Choice(EIGHT_WARPS, promised) if fills and not batch_invariant else Choice(4)
+        return Choice(EIGHT_WARPS, promised) if fills else Choice(4)
     if blocks > MOST_BLOCKS:  # SMs are left over
         most = PAIR_KEYS if heads <= 2 else LONG_CACHE // 2
-        if batch_invariant:  # then there are no more leaves than warps of four in each block
-            most = 6 * SHORT_CACHE
-        return Choice(4 if pair_keys <= most else EIGHT_WARPS, promised)
+        # Batch-invariant there are no more leaves than warps of four in each block.
+        return Choice(4 if batch_invariant or pair_keys <= most else EIGHT_WARPS, promised)
     every_other_sm = blocks > 4 and _fill_every_other_sm(call, heads)
     crowded = _is_crowded(call, heads, blocks)
     few = CROWDED_KEYS if crowded else SHARED_KEYS
+    much = call.rows > ROWS // 2 and keys > (2 if batch_invariant else 1) * FEW_KEYS
+    if page_size and every_other_sm and much:  # to compute
+        return Choice(EIGHT_WARPS, promised)
     if keys <= few:
         if blocks < MOST_BLOCKS or not promised:
             return Choice(4, promised, every_other_sm and not promised)
@@ -223,6 +243,8 @@ def _fastest_of_few_pairs(
             return Choice(4)
         return Choice(EIGHT_WARPS, promised and batch_invariant, not batch_invariant)
     if not are_on_most_sms(call, heads, blocks):
+        if batch_invariant and page_size and _has_large_states(call):
+            return Choice(EIGHT_WARPS, promised)
         most = (5 if batch_invariant and blocks == 1 else 2.5) * FEW_KEYS
         if promised and keys < most and not page_size:
             return Choice(EIGHT_WARPS, ahead=True)
@@ -232,6 +254,22 @@ def _fastest_of_few_pairs(
     if not promised or (page_size and every_other_sm and keys <= MOST_KEYS):
         return Choice(4, every_other_sm=every_other_sm)
     return Choice(EIGHT_WARPS, ahead=True)
+
+
+def _keys_of_large_trees(call: Call, heads: int, batch: int) -> int | float:
+    """Of pairs with several clusters, from which keys on rung 4's warps have several leaves, which takes them longer.
+
+    Where states are large, or of one or two pairs. Several sequences have more leaves than one that has as many kv
+    heads.
+    """
+    if _has_large_states(call):
+        return KEYS_OF_SEVERAL_TREES if batch > 1 else KEYS_OF_A_TREE
+    return KEYS_OF_A_TREE if heads <= 2 else math.inf
+
+
+def _has_large_states(call: Call) -> bool:
+    """Whether of a warp's states two do not fit in registers, so that several leaves take four warps longer."""
+    return call.rows > ROWS // 2 and call.head_dim == 128
 
 
 def _is_crowded(call: Call, heads: int, blocks: int) -> bool:

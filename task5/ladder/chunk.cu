@@ -12,7 +12,9 @@ extern "C" int clusters_at_once(int splits) {
 }
 
 extern "C" cudaError_t chunk(View q, View k, View v, View out, const int* seqlens_k, float scale, int causal, int rows,
-                             int splits, int clusters, float* partial, int* counters, int dtype, cudaStream_t stream) {
+                             int splits, int clusters, int at_once, int parts, float* partial, int* counters, int dtype,
+                             cudaStream_t stream) {
   Chunk c;
-  return launch(c, q, k, v, out, seqlens_k, scale, causal, rows, splits, clusters, partial, counters, dtype, stream);
+  return launch(c, q, k, v, out, seqlens_k, scale, causal, rows, splits, clusters, at_once, parts, partial, counters,
+                dtype, stream);
 }

@@ -16,6 +16,7 @@
 //   softmax        rung 14's steps, and in long rows rung 15's lazy maximum
 //   lengths        how many keys a sequence has may be known in device memory alone. The last block of keys is whatever
 //                  the cache has behind them, too: such rows of V become zeros
+//   by length      where lengths differ, tiles of long sequences have more clusters than those of short ones
 //   gaps           a row may not see all keys before its own: not those ahead of a window, nor padding, nor those whose
 //                  page is not in the pool. The first of a tile's blocks is masked as its last one is
 //   batch-invariant  keys are cut into the leaves of a tree, in a way that follows from their number alone. A consumer
@@ -25,6 +26,7 @@
 
 #include "../../task4/ladder/softmax.cuh"
 #include "../../task4/ladder/warpgroup.cuh"
+#include "chunk_by_length.cuh"
 #include "chunk_leaves.cuh"
 #include "chunk_loads.cuh"
 #include "chunk_merge.cuh"
@@ -82,13 +84,16 @@ DEVICE void consume(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s) {
     const auto row_begins = [&](int row) { return tile.begins(tile.token_0 + row / c.group); };
     const int unseen[2] = {row_begins(row) - 2 * t, row_begins(row + 8) - 2 * t};
     const int gapless = ceil_div(tile.begins(tile.last_token()), B_c);  // all rows see all keys from this block on
-    // Of block j, whose S is complete and which is in k's buffer: whether there are keys that a row before `seen` does
-    // not see, and S without these.
-    const auto has_gaps = [&](int j) { return GAPS && (j < gapless || s.missing[k.index]); };
-    const auto mask_gaps = [&](int j) {
-      if (!has_gaps(j)) return;
-      keep_here(S);
+    // Of the block in k's buffer. Each lane has read it before one of them may give the buffer back.
+    const auto missing_boxes = [&] {
       const unsigned missing = s.missing[k.index];
+      __syncwarp();
+      return missing;
+    };
+    // S of block j without keys that a row before `seen` does not see.
+    const auto mask_gaps = [&](int j) {
+      keep_here(S);
+      const unsigned missing = missing_boxes();  // again: registers are few
 #pragma unroll
       for (int i = 0; i < B_c / 2; ++i) {
         const int column = i / 4 * 8 + i % 2, h = i / 2 % 2;
@@ -118,7 +123,7 @@ DEVICE void consume(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s) {
     begin_S<T, D, B_r, B_c>(S, s.Q + row_w * 64, s.K[k.index]);
     pass_turn();
     wgmma_wait<0>();
-    mask_gaps(j);
+    if (GAPS && (j < gapless || missing_boxes())) mask_gaps(j);
     arrive_as_warp(&s.k_empty[k.index]);  // S is complete: K_j has been read
     go_on(k, k_nth++);
     softmax<true, B_c>(S, m_i, l_i, rescale, scale, {seen[0] - j * B_c, seen[1] - j * B_c});
@@ -167,7 +172,7 @@ DEVICE void consume(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s) {
       constexpr bool AHEAD = GAPS && D * SHARES > 64;  // not of 128 rows of head_dim 64: they would take 2 % longer
       const unsigned missing_ahead = AHEAD ? s.missing[k.index] : 0;  // the products hide the wait for it
       begin_step();
-      const unsigned missing = GAPS && !AHEAD ? s.missing[k.index] : missing_ahead;
+      const unsigned missing = GAPS && !AHEAD ? missing_boxes() : missing_ahead;
       const bool masked = GAPS && (j >= whole || j < gapless || missing);
       if (masked) {
         keep_here(S);
@@ -220,7 +225,7 @@ DEVICE void consume(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s) {
             end_PV();
           };
           more = lazy.step(S, P, O_i, l_i, j, computed, [&] {
-            const T* K_j = a.k_head<T>(tile.b, tile.kv_head * c.group) + int64_t(j) * B_c * a.k_strides.row;
+            const T* K_j = a.k_head<T>(tile.item.b, tile.item.kv_head * c.group) + int64_t(j) * B_c * a.k_strides.row;
             recompute_S<T, D, B_r, B_c>(S, s.Q + row * 64, K_j, a.k_strides.row);
           });
         }
@@ -269,7 +274,6 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& s = *reinterpret_cast<Memory*>(raw);
 
-  Tile<Memory::B_c> tile(c);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // shuffled: the compiler sees it as warp-uniform
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&c.q_map, &c.k_map, &c.v_map}) tma_prefetch(map);
@@ -290,7 +294,17 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
     reinterpret_cast<uint4*>(s.Q + (i / unused * B_r + held) * 64)[i % unused] = uint4{};
     fence_async_proxy();
   }
+  if (threadIdx.x / 32 == 1) {
+    if (c.at_once > 0) {
+      wait_for_the_launch_before();
+      find_item_by_length(c, s.item);
+    } else if (threadIdx.x % 32 == 0) {
+      find_item_in_grid(c, s.item);
+    }
+  }
   __syncthreads();  // barriers initialised before any thread uses them
+  if (s.item.clusters == 0) return;
+  Tile<Memory::B_c> tile(c, s.item);
 
   if (warpgroup == 0) {
     registers_give<Memory::OF_PRODUCER>();
@@ -341,16 +355,12 @@ static cudaError_t launch(Chunk& c, cudaStream_t stream) {
   static_assert(bytes <= 227 * 1024, "a block has at most 227 KiB of shared memory");
   c.tokens = B_r / c.group;
   c.tiles = ceil_div(a.q_len, c.tokens);
-  if (c.clusters > 1) {  // what clusters leave comes first
-    const int64_t tiles = int64_t(a.batch) * a.kv_heads * c.tiles;
-    c.waiting = c.partial + tiles * c.clusters * B_r * (D + 2), c.taken = c.counters + tiles * c.splits;
-  } else {
-    c.waiting = c.partial, c.taken = c.counters;
-  }
+  c.waiting = c.partial + c.parts * B_r * (D + 2), c.taken = c.counters + c.parts * c.splits;
   cudaError_t error;
   if ((error = make_packed_map<T>(&c.q_map, a, c.group, c.tokens))) return error;
   if ((error = allow_shared_memory<kernel, bytes>())) return error;
-  const dim3 grid(c.splits * c.tiles, c.clusters * a.kv_heads, a.batch);
+  dim3 grid(c.splits * c.tiles, c.clusters * a.kv_heads, a.batch);
+  if (c.at_once > 0) grid = c.splits * (c.tiles * a.kv_heads * a.batch + c.parts);
   return launch_kernel<Chunk>(kernel, grid, Shared<D, B_r>::THREADS, bytes, stream, c, c.splits);
 }
 
@@ -383,15 +393,17 @@ static void set_gaps(Chunk& c, const View& k, const int* leftpad_k, const int* b
   if (block_table) c.pages_of_16_keys = ((1u << 31) + c.page_size / 16 - 1) / (c.page_size / 16);
 }
 
-// rows: of a tile; 64, 128, or with head_dim 64 and without GAPS 192. c has what is not named here.
+// rows: of a tile; 64, 128, or with head_dim 64 and without GAPS 192. at_once: 0, or by length how many clusters are. c
+// has what is not named here.
 static cudaError_t launch(Chunk& c, View q, View k, View v, View out, const int* seqlens_k, float scale, int causal,
-                          int rows, int splits, int clusters, float* partial, int* counters, int dtype,
-                          cudaStream_t stream) {
+                          int rows, int splits, int clusters, int at_once, int parts, float* partial, int* counters,
+                          int dtype, cudaStream_t stream) {
   c.a = make_attention(q, k, v, out, nullptr, scale, causal), c.seqlens_k = seqlens_k;
   if (c.block_table) c.a.kv_len = c.max_pages * c.page_size;
   c.box_bits = keys_of_a_block(c.a.head_dim, rows) == 64 ? 6 : 7;
   while (c.block_table && c.page_size % (1 << c.box_bits)) --c.box_bits;
-  c.splits = splits, c.clusters = clusters, c.partial = partial, c.counters = counters;
+  c.splits = splits, c.clusters = clusters, c.at_once = at_once;
+  c.parts = parts, c.partial = partial, c.counters = counters;
   if (dtype == FLOAT16) return launch<__half>(c, rows, k, v, stream);
   if (dtype == BFLOAT16) return launch<__nv_bfloat16>(c, rows, k, v, stream);
   return cudaErrorInvalidValue;

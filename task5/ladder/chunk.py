@@ -29,6 +29,10 @@ MANY = 192  # rows of a tile with three consumers, of head_dim 64
 # Of a tile's keys in a cluster. Clusters of 3, 5 or 6 blocks lie unevenly on the chip.
 SPLITS = (1, 2, 4, 8)
 MOST_CLUSTERS = 16  # of a tile
+# By length, so that tiles of sequences much longer than others have more clusters: of up to so many sequences, whose
+# lengths a warp holds; tiles for each SM, which are short then; and from so many bytes of K and V on, of one tile for
+# each SM and of more. Elsewhere equal lengths lose too much.
+MOST_SEQUENCES, MOST_UNEVEN_TILES, UNEVEN_BYTES, MANY_UNEVEN_BYTES = 128, 4.5, 100e6, 150e6
 # In the time that a block of ROWS rows takes for KEYS keys: a launch with its first loads and the merging in clusters;
 # several clusters' merging, and each of their parts.
 OVERHEAD, MERGING, PART = 9, 2, 1
@@ -133,14 +137,24 @@ def chunk_attention(
     else:
         splits, clusters = split
         work = min(works, key=lambda work: _cost(work, at_once, split))
-    floats = counts = 0
-    if clusters > 1:
-        floats, counts = work.tiles * clusters * work.rows * (head_dim + 2), work.tiles * splits
+    by_length = 0  # of how many clusters
+    parts = work.tiles * clusters if clusters > 1 else 0
+    if (
+        split is None
+        and 2 <= batch <= MOST_SEQUENCES
+        and (seqlens_k is not None or leftpad_k is not None)
+        and by_length_pays(
+            work.tiles, 2 * batch * seen * kv_heads * head_dim * q.element_size(), sms_of(q.device)
+        )
+    ):
+        by_length, clusters = at_once[SPLITS.index(splits)], 1
+        parts = 4 * by_length // 3 + 1  # each has three quarters of a share, or more
+    floats, counts = parts * work.rows * (head_dim + 2), parts * splits
     more = {}
     if batch_invariant:
         of_a_consumer = _used(leaves, work.blocks + 1) // (splits * clusters * work.consumers)
         levels = max(0, max(1, of_a_consumer).bit_length() - 1 - IN_SHARED[head_dim])
-        at_work = sms_of(q.device) if q.is_cuda else work.tiles * splits * clusters  # blocks
+        at_work = sms_of(q.device) if q.is_cuda else (work.tiles * clusters + parts) * splits
         slots = at_work if levels else 0
         floats, counts = floats + slots * levels * WARPS * 16 * (head_dim + 2), counts + slots
         more = dict(leaf_bits=leaves.bit_length() - 1, slots=slots, levels=levels)
@@ -156,9 +170,16 @@ def chunk_attention(
     (_BATCH_INVARIANT if batch_invariant else _GAPS if gaps else _KERNELS).launch(
         "chunk", q=q, k=k, v=v, out=out, seqlens_k=seqlens_k, **more,
         scale=1 / math.sqrt(head_dim) if scale is None else float(scale), causal=int(causal), rows=work.rows,
-        splits=splits, clusters=clusters, partial=partial, counters=counters, dtype=dtype_code(q.dtype),
+        splits=splits, clusters=clusters, at_once=by_length, parts=parts, partial=partial, counters=counters,
+        dtype=dtype_code(q.dtype),
     )  # fmt: skip
     return out
+
+
+def by_length_pays(tiles: int, bytes_: float, sms: int) -> bool:
+    """Whether clusters should have as much to do, where lengths may differ: ``bytes_`` of room for K and V."""
+    least = UNEVEN_BYTES if tiles <= sms else MANY_UNEVEN_BYTES
+    return bytes_ >= least and tiles <= MOST_UNEVEN_TILES * sms
 
 
 def faster_than_the_ladder(q: Tensor, k: Tensor, v: Tensor) -> bool:

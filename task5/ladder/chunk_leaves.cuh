@@ -65,7 +65,8 @@ struct OwnLeaves {
 
   DEVICE OwnLeaves(const TileOf& tile, Waiting<D>& waiting, int share) : tile(tile), waiting(waiting) {
     const Chunk& c = tile.c;
-    const int nth = (tile.cluster * c.splits + tile.split) * SHARES + share, of = c.clusters * c.splits * SHARES;
+    const Item& item = tile.item;
+    const int nth = (item.cluster * c.splits + tile.split) * SHARES + share, of = item.clusters * c.splits * SHARES;
     from = tile.first_leaf(nth, of), leaf = tile.first_leaf(nth + 1, of) - 1;
     bits = tile.bits_of_a_consumer(SHARES);
     const int of_first = tile.middle - tile.first, of_second = tile.end - tile.middle;

@@ -64,9 +64,10 @@ DEVICE void merge_parts(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s
   constexpr int SHARES = Shared<D, B_r>::SHARES, PITCH = Shared<D, B_r>::PITCH;
   constexpr int CONSUMERS = Shared<D, B_r>::CONSUMERS;
   const Chunk& c = tile.c;
+  const Item& item = tile.item;
   const Attention& a = c.a;
   const int splits = c.splits, thread = threadIdx.x - WARPGROUP;
-  const int own_0 = tile.split * tile.each;         // of the rows that this block merges
+  const int own_0 = tile.split * tile.each;  // of the rows that this block merges
   const float scale = a.scale * LOG2_E;
 
   // Merges `parts` parts of `rows` rows, at most N. m and l are ml_of(n, r), columns e to e + 3 O_of(n, r, e): nothing,
@@ -95,7 +96,7 @@ DEVICE void merge_parts(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s
   const auto write = [&](int r, int e, const auto& x) {
     constexpr int QUADS = sizeof(x.O) / sizeof(float4);
     const int r_of_tile = own_0 + r, token = r_of_tile / c.group, head = r_of_tile - token * c.group;
-    T* out = a.out_head<T>(tile.b, tile.kv_head * c.group + head) + int64_t(tile.token_0 + token) * a.out_strides.row;
+    T* out = a.out_head<T>(item.b, item.kv_head * c.group + head) + int64_t(tile.token_0 + token) * a.out_strides.row;
     const float factor = x.l == 0.0f ? 0.0f : __fdividef(1.0f, x.l);
     // Plus 0: whether -0 has met a part that has nothing depends on how many there are.
     const auto of = [&](float O) { return fmaf(O, factor, 0.0f); };
@@ -104,10 +105,9 @@ DEVICE void merge_parts(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s
       *reinterpret_cast<uint2*>(out + e + D / QUADS * u) =
           make_uint2(pack<T>(of(x.O[u].x), of(x.O[u].y)), pack<T>(of(x.O[u].z), of(x.O[u].w)));
   };
-  // In global memory: [tile][cluster][row of the tile][column], and behind all of them m, l.
-  const int64_t nth = (int64_t(tile.b) * tile.kv_heads + tile.kv_head) * c.tiles + tile.of_head;
-  const auto slot = [&](int n, int r) { return (nth * c.clusters + n) * B_r + own_0 + r; };
-  float2* global_ml = reinterpret_cast<float2*>(c.partial + int64_t(gridDim.z) * gridDim.y * c.tiles * B_r * D);
+  // In global memory: [part][row of the tile][column], and behind all of them m, l.
+  const auto slot = [&](int n, int r) { return (item.first_part + n) * B_r + own_0 + r; };
+  float2* global_ml = reinterpret_cast<float2*>(c.partial + c.parts * B_r * D);
   const auto store = [&](float* O, float2* ml, int e, const auto& x) {
     constexpr int QUADS = sizeof(x.O) / sizeof(float4);
 #pragma unroll
@@ -116,8 +116,8 @@ DEVICE void merge_parts(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s
   };
   // Of this block's rows, all that the cluster has.
   const auto complete = [&](int r, int e, const auto& x) {
-    if (c.clusters == 1) return write(r, e, x);
-    const int64_t at = slot(tile.cluster, r);
+    if (item.clusters == 1) return write(r, e, x);
+    const int64_t at = slot(item.cluster, r);
     store(&c.partial[at * D], &global_ml[at], e, x);
   };
   const auto nothing = [] { return make_float2(-INFINITY, 0.0f); };
@@ -147,11 +147,11 @@ DEVICE void merge_parts(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s
     __syncwarp();
     start_in_cluster();  // the other blocks' parts have been read
   }
-  if (c.clusters > 1) {
+  if (item.clusters > 1) {
     barrier_sync(MERGE, CONSUMERS * WARPGROUP);
     if (thread == 0) {
-      int* counter = &c.counters[nth * splits + tile.split];
-      s.last = add_acquire_release(counter, 1) == c.clusters - 1;
+      int* counter = &c.counters[item.first_part * splits + tile.split];
+      s.last = add_acquire_release(counter, 1) == item.clusters - 1;
       if (s.last) *counter = 0;  // for the next launch
     }
     barrier_sync(MERGE, CONSUMERS * WARPGROUP);
@@ -161,8 +161,8 @@ DEVICE void merge_parts(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s
         const float4* O = reinterpret_cast<const float4*>(&c.partial[slot(n, r) * D + e]);
         return inside ? __ldcg(O) : float4{};
       };
-      with_room_for<MOST_CLUSTERS>(c.clusters, [&](auto room) {
-        merge_rows(room, tile.own, c.clusters, ml_of, O_of, write);
+      with_room_for<MOST_CLUSTERS>(item.clusters, [&](auto room) {
+        merge_rows(room, tile.own, item.clusters, ml_of, O_of, write);
       });
     }
   }

@@ -21,7 +21,8 @@ struct Chunk {
   CUtensorMap q_map, k_map, v_map;
   Attention a;
   int group, tokens, tiles;  // heads of a kv head, tokens of a tile, tiles of a kv head
-  int splits, clusters;      // blocks of a cluster, clusters of a tile
+  int splits, clusters;      // blocks of a cluster, clusters of a tile; by length, of a tile that is not cut: 1
+  int at_once = 0;           // by length, of how many clusters each should have as much to do: chunk_by_length.cuh
   const int* seqlens_k;      // keys of each sequence, or null: all of kv_len
   // With GAPS:
   const int *leftpad_k = nullptr, *block_table = nullptr;  // keys to skip at the start of each sequence; its pages
@@ -33,9 +34,33 @@ struct Chunk {
   int leaf_bits = 0, slots = 0, levels = 0;
   float* waiting = nullptr;  // [slot][level][warp], a state
   int* taken = nullptr;      // of each slot whether a block has it, 0 between launches
-  float* partial;            // [tile][cluster][B_r][head_dim], and behind all of them m, l: [tile][cluster][B_r][2]
-  int* counters;             // [tile][splits], 0 between launches
+  int64_t parts;             // of tiles with several clusters, one for each of these
+  float* partial;            // [part][B_r][head_dim], and behind all of them m, l: [part][B_r][2]
+  int* counters;             // [part][splits], the first of a tile's, 0 between launches
 };
+
+// What a cluster has to do: a tile, or a part of its keys.
+struct Item {
+  int b, kv_head, of_head;  // of_head: of the head's tiles
+  int cluster, clusters;    // of the tile's; 0 clusters: there is nothing to do
+  int64_t first_part;       // of the tile's
+  int2 lengths;             // of the sequence, if they are known already
+};
+
+// Keys of a sequence, and those to skip.
+DEVICE int2 lengths_of(const Chunk& c, int b) {
+  return make_int2(c.seqlens_k ? min(max(__ldcg(c.seqlens_k + b), 0), c.a.kv_len) : c.a.kv_len,
+                   GAPS && c.leftpad_k ? max(__ldcg(c.leftpad_k + b), 0) : 0);
+}
+
+// Where each tile has as many clusters.
+DEVICE void find_item_in_grid(const Chunk& c, Item& item) {
+  const int of_head = blockIdx.x / c.splits, kv_heads = gridDim.y / c.clusters, cluster = blockIdx.y / kv_heads;
+  const int kv_head = blockIdx.y - cluster * kv_heads, b = blockIdx.z;
+  item.b = b, item.kv_head = kv_head, item.of_head = of_head;
+  item.cluster = cluster, item.clusters = c.clusters;
+  item.first_part = ((int64_t(b) * kv_heads + kv_head) * c.tiles + of_head) * c.clusters;
+}
 
 // Keys of a block. BATCH_INVARIANT, 64 rows of head_dim 128 wait for the memory anyway, and in blocks of 64 leave room
 // for what waits in shared memory.
@@ -90,6 +115,7 @@ struct Shared {
   uint64_t q_full, k_full[STAGES], k_empty[STAGES], v_full[V_STAGES], v_empty[V_STAGES];
   unsigned missing[STAGES];  // of K_j's boxes: bit i: the keys of box i are on no page
   LazyFlags lazy[CONSUMERS];
+  Item item;
   bool last;  // of the tile's clusters
 };
 
@@ -103,7 +129,8 @@ DEVICE int bits_of_leaves(unsigned keys) {
 template <int B_c>
 struct Tile {
   const Chunk& c;
-  int of_head, split, cluster, kv_head, b, kv_heads;
+  const Item& item;   // in shared memory: registers are few
+  int split;
   int token_0, rows;  // its first token; rows that exist
   int each, own;      // rows that a block of a cluster merges; that this one does
   // Known behind the launch before: keys of the sequence, and those to skip; the first key that some row sees; of the
@@ -112,20 +139,18 @@ struct Tile {
   // BATCH_INVARIANT: the tile's blocks of keys, cut into 1 << leaf_bits leaves; where a second consumer's begin
   int first_of_all, all, leaf_bits, middle;
 
-  DEVICE explicit Tile(const Chunk& c) : c(c) {
-    // Neighbours are tiles that read the same keys: an L2 request of one is the other's as well.
-    of_head = blockIdx.x / c.splits, split = blockIdx.x - of_head * c.splits;
-    kv_heads = gridDim.y / c.clusters, cluster = blockIdx.y / kv_heads;
-    kv_head = blockIdx.y - cluster * kv_heads, b = blockIdx.z;
-    token_0 = (c.tiles - 1 - of_head) * c.tokens;  // causal: the longest rows first
+  // Neighbours are tiles that read the same keys: an L2 request of one is the other's as well.
+  DEVICE Tile(const Chunk& c, const Item& item) : c(c), item(item) {
+    split = blockIdx.x % c.splits;
+    token_0 = (c.tiles - 1 - item.of_head) * c.tokens;  // causal: the longest rows first
     rows = min(c.tokens, c.a.q_len - token_0) * c.group;
     each = ceil_div(rows, c.splits), own = max(0, min(each, rows - split * each));
   }
   DEVICE void find_keys() {
-    keys = c.seqlens_k ? min(max(__ldcg(c.seqlens_k + b), 0), c.a.kv_len) : c.a.kv_len;
-    skipped = GAPS && c.leftpad_k ? max(__ldcg(c.leftpad_k + b), 0) : 0;
+    const int2 lengths = c.at_once > 0 ? item.lengths : lengths_of(c, item.b);
+    keys = lengths.x, skipped = lengths.y;
     begin = GAPS ? min(begins(token_0), keys) : 0;
-    const int nth = cluster * c.splits + split, of = c.clusters * c.splits;  // of the tile's blocks
+    const int nth = item.cluster * c.splits + split, of = item.clusters * c.splits;  // of the tile's blocks
     first_of_all = begin / B_c, all = max(0, ceil_div(visible(last_token()), B_c) - first_of_all);
     if constexpr (BATCH_INVARIANT) {
       leaf_bits = min(c.leaf_bits, bits_of_leaves(unsigned(all) * B_c));
@@ -139,7 +164,7 @@ struct Tile {
   DEVICE int first_leaf(int nth, int of) const { return ((nth << leaf_bits) + of - 1) >> (31 - __clz(of)); }
   // A consumer has 1 << bits leaves, or with 0 bits none or one.
   DEVICE int bits_of_a_consumer(int shares) const {
-    return max(0, leaf_bits - (31 - __clz(c.clusters * c.splits * shares)));
+    return max(0, leaf_bits - (31 - __clz(item.clusters * c.splits * shares)));
   }
   DEVICE int leaf_begin(int leaf) const { return first_of_all + int(int64_t(all) * leaf >> leaf_bits); }
   // The block of keys that this block reads as its nth. Consumers that share the keys have every other one; or, of

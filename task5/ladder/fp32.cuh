@@ -43,6 +43,7 @@ struct Fp32 : RowsOfQuads<ROWS_, HEAD_DIM <= 128 ? 1 : HEAD_DIM / 128> {
   // A tile's values are summed by themselves, where there are registers for it: a sum of a thousand terms one after the
   // other would round a thousand times.
   static constexpr bool BY_TILES = ROWS * QUADS <= 8;
+  template <bool PAGED>
   static constexpr int STATES_THAT_FIT = ROWS * QUADS <= 4 ? 2 : 0;  // in registers, beside this one
   using State = RowsOfQuads<ROWS, QUADS>;
   using State::O_i, State::m_i, State::l_i;

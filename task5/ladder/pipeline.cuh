@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
         const int leaves = walk.leaf_end - walk.leaf;  // 0, or a power of two
         // Subtrees whose right neighbour is not complete yet, of 1 << i leaves: small ones, which are many, in
         // registers.
-        constexpr int FIT = Math::STATES_THAT_FIT;
+        constexpr int FIT = Math::template STATES_THAT_FIT<PAGED>;
         typename Math::State waiting[Sharing::LEVELS], in_registers[FIT ? FIT : 1];
 #pragma unroll 1
         for (int i = 0; i < max(1, leaves); ++i) {
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
 
 // Where states that wait are not in registers, merging takes longer, so it is done less often.
 template <typename Math>
-constexpr int leaf_tile_bits() { return Math::STATES_THAT_FIT > 1 ? 2 : 3; }
+constexpr int leaf_tile_bits() { return Math::template STATES_THAT_FIT<true> > 1 ? 2 : 3; }
 
 template <typename Math, typename Sharing, bool PAGED, bool FILLS = false>
 static cudaError_t launch(const Decode& a, int blocks, cudaStream_t stream) {

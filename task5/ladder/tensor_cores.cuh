@@ -65,7 +65,9 @@ template <typename Element, int HEAD_DIM, int ROWS_>
 struct TensorCores : ColumnsOfProducts<ROWS_ / 8, HEAD_DIM> {
   using T = Element;
   static constexpr int D = HEAD_DIM, ROWS = ROWS_, R = ROWS / 8;
-  static constexpr int STATES_THAT_FIT = R * D <= 128 ? 2 : int(R == 1);  // in registers, beside this one
+  // In registers, beside this one. Of 16 rows of head_dim 128 ptxas would spill it with pages.
+  template <bool PAGED>
+  static constexpr int STATES_THAT_FIT = R * D <= 128 ? 2 : int(R == 1 || (R == 2 && D == 128 && !PAGED));
   using State = ColumnsOfProducts<R, D>;
   using State::O_i, State::m_i, State::l_i;
   static constexpr int N = D == 64 && R <= 2 ? 2 : 1, KEYS = 16 * N;  // of a tile, by one warp

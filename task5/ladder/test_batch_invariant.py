@@ -7,7 +7,7 @@ import torch
 
 from common.check.rng import new_seed
 from common.tests.devices import DEVICE, of_gpus_hopper
-from task5.ladder import call, choice, decode_attention, plan
+from task5.ladder import call, choice, chunk, decode_attention, plan
 from task5.ladder.cases import CASES, RUNGS, Case, case_for
 from task5.ladder.plan import OF_EIGHT_WARPS, ONE_TREE
 
@@ -33,9 +33,10 @@ def small_hopper(monkeypatch):
     few |= dict(FEW_KEYS_OF_FLOAT32=60, MANY_KEYS_OF_FLOAT32=300)
     few |= dict(LONG_BYTES=4e5, LONG_BYTES_COMPUTE_BOUND=1e5, UNEVEN_BYTES=2e5)
     few |= dict(MANY_UNEVEN_BYTES=3e5, SPREAD_PAIR_KEYS=120)
+    few |= dict(KEYS_OF_A_TREE=500, KEYS_OF_SEVERAL_TREES=300)
     for name in ("SPREAD_KEYS", "SPREAD_KEYS_OF_TWO_TILES", "SPREAD_KEYS_OF_FLOAT32"):
         few[name] = dict.fromkeys((1, 2, 4, 8, 16, 32), 200)
-    for module in (choice, plan):
+    for module in (choice, chunk, plan):
         for name in few.keys() & vars(module).keys():
             monkeypatch.setattr(module, name, few[name])
     plan.plan.cache_clear()

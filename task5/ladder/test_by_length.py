@@ -7,10 +7,12 @@ from functools import partialmethod
 import pytest
 import torch
 
+from common.build import using
 from common.check.rng import new_seed
-from common.tests.devices import of_gpus_hopper
-from task5.ladder import call, plan
+from common.tests.devices import DEVICE, of_gpus_hopper
+from task5.ladder import call, chunk, plan
 from task5.ladder.cases import CASES, HALVES, Case, head_dims_of
+from task5.ladder.chunk import chunk_attention
 from task5.ladder.plan import BY_LENGTH, IN_16_BITS, MORE_ROWS, OF_EIGHT_WARPS
 
 
@@ -33,6 +35,16 @@ class UnevenOfEightWarps(Uneven):
     """Parts of a pair have twice as many keys."""
 
     ROOM = 3000
+
+
+class UnevenChunk(Uneven):
+    """Tiles of few rows and of many, of one head or several."""
+
+    ROOM = 3000
+
+    def choose(self, r, head_dims):
+        super().choose(r, head_dims)
+        self.heads, self.q_len = self.kv_heads * r.choice((1, 5, 16)), r.choice((1, 5, 16, 40))
 
 
 @of_gpus_hopper
@@ -78,3 +90,53 @@ def test_long_sequences_among_short_ones(monkeypatch, part, rung):
         assert torch.equal(case.run(rung=tree, batch_invariant=True), whole)
     plan.plan.cache_clear()
     assert cut
+
+
+def by_length(monkeypatch, always):
+    """Whether chunks are always by length, or never."""
+    for name in ("UNEVEN_BYTES", "MANY_UNEVEN_BYTES"):
+        monkeypatch.setattr(chunk, name, 0 if always else math.inf)
+
+
+@of_gpus_hopper
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_chunks_of_long_sequences_among_short_ones(monkeypatch, batch_invariant):
+    """Also as on GPUs that hold fewer clusters than there are tiles."""
+    workspace, scratch, cut = chunk.workspace, [], False
+
+    def watched(device, floats, counters):
+        scratch.append(torch.full((floats,), math.nan, device=device))
+        return scratch[-1], workspace(device, 1, counters)[1]
+
+    monkeypatch.setattr(chunk, "workspace", watched)
+    monkeypatch.setattr(chunk, "MOST_UNEVEN_TILES", math.inf)
+    for at_once in ((132, 66, 30, 15), (16, 8, 4, 2), (7, 3, 1, 1)) * (CASES // 10):
+        monkeypatch.setattr(chunk, "_at_once", lambda device, at_once=at_once: at_once)
+        case = UnevenChunk(new_seed(), HALVES, (64, 128))
+        options = dict(causal=True, batch_invariant=batch_invariant)
+        by_length(monkeypatch, True)
+        q, k, v, given = case.arguments(paged=case.rng.random() < 0.3)
+        whole = chunk_attention(q, k, v, **options, **given)
+        case.check(whole)
+        cut = cut or bool(scratch[-1][0].isfinite())  # the first part
+        assert not workspace(q.device, 1, 1 << 10)[1].any()
+        if batch_invariant:
+            by_length(monkeypatch, False)
+            some = case.rng.sample(range(case.batch), case.rng.randint(1, case.batch))
+            q, k, v, given = case.arguments(some)
+            assert torch.equal(chunk_attention(q, k, v, **options, **given), whole[some])
+    assert cut
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the check build is the CPU's")
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_the_check_build_finds_nothing_in_chunks(monkeypatch, batch_invariant):
+    by_length(monkeypatch, True)
+    for at_once in ((132, 66, 30, 15), (7, 3, 1, 1)):
+        monkeypatch.setattr(chunk, "_at_once", lambda device, at_once=at_once: at_once)
+        case = UnevenChunk(new_seed(), HALVES, (64,))
+        for order in ("forward", "random"):
+            q, k, v, given = case.arguments(paged=order == "random")
+            given |= dict(batch_invariant=batch_invariant, causal=True)
+            with using(check=True, order=order, seed=1, limit=240):
+                case.check(chunk_attention(q, k, v, **given))
