@@ -30,8 +30,8 @@ MANY = 192  # rows of a tile with three consumers, of head_dim 64
 SPLITS = (1, 2, 4, 8)
 MOST_CLUSTERS = 16  # of a tile
 # By length, so that tiles of sequences much longer than others have more clusters: of up to so many sequences, whose
-# lengths a warp holds; tiles for each SM, which are short then; and from so many bytes of K and V on, of one tile for
-# each SM and of more. Elsewhere equal lengths lose too much.
+# lengths a warp holds; tiles for each SM, which are short then; and from so many bytes of K and V on, of up to a tile
+# for every fourth SM and of more. Elsewhere equal lengths lose too much.
 MOST_SEQUENCES, MOST_UNEVEN_TILES, UNEVEN_BYTES, MANY_UNEVEN_BYTES = 128, 4.5, 100e6, 150e6
 # In the time that a block of ROWS rows takes for KEYS keys: a launch with its first loads and the merging in clusters;
 # several clusters' merging, and each of their parts.
@@ -178,7 +178,7 @@ def chunk_attention(
 
 def by_length_pays(tiles: int, bytes_: float, sms: int) -> bool:
     """Whether clusters should have as much to do, where lengths may differ: ``bytes_`` of room for K and V."""
-    least = UNEVEN_BYTES if tiles <= sms else MANY_UNEVEN_BYTES
+    least = UNEVEN_BYTES if 4 * tiles <= sms else MANY_UNEVEN_BYTES
     return bytes_ >= least and tiles <= MOST_UNEVEN_TILES * sms
 
 
