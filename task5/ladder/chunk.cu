@@ -5,7 +5,7 @@ constexpr bool GAPS = false, BATCH_INVARIANT = false;
 
 // How many clusters of so many blocks the GPU holds at once. In each of the kernels a block takes an SM.
 extern "C" int clusters_at_once(int splits) {
-  constexpr auto kernel = chunk_kernel<__nv_bfloat16, 128, 128>;
+  constexpr auto kernel = chunk_kernel<__nv_bfloat16, 128, 128, false>;
   using Memory = Shared<128, 128>;
   if (allow_shared_memory<kernel, sizeof(Memory)>()) return 0;
   return most_clusters(kernel, Memory::THREADS, sizeof(Memory), splits);

@@ -267,13 +267,14 @@ DEVICE void consume(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s) {
   }
 }
 
-template <typename T, int D, int B_r>
+template <typename T, int D, int B_r, bool BY_LENGTH>
 __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const __grid_constant__ Chunk c) {
   using Memory = Shared<D, B_r>;
   constexpr int CONSUMERS = Memory::CONSUMERS, STAGES = Memory::STAGES, SHARES = Memory::SHARES;
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& s = *reinterpret_cast<Memory*>(raw);
 
+  Tile<Memory::B_c> tile(c, s.item);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);  // shuffled: the compiler sees it as warp-uniform
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&c.q_map, &c.k_map, &c.v_map}) tma_prefetch(map);
@@ -294,28 +295,30 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
     reinterpret_cast<uint4*>(s.Q + (i / unused * B_r + held) * 64)[i % unused] = uint4{};
     fence_async_proxy();
   }
-  if (threadIdx.x / 32 == 1) {
-    if (c.at_once > 0) {
+  if constexpr (BY_LENGTH) {
+    if (threadIdx.x / 32 == 1) {
       wait_for_the_launch_before();
       find_item_by_length(c, s.item);
-    } else if (threadIdx.x % 32 == 0) {
-      find_item_in_grid(c, s.item);
     }
+  } else {
+    if (threadIdx.x == 32) tile.write(s.item);
   }
   __syncthreads();  // barriers initialised before any thread uses them
-  if (s.item.clusters == 0) return;
-  Tile<Memory::B_c> tile(c, s.item);
+  if constexpr (BY_LENGTH) {
+    if (s.item.clusters == 0) return;
+    tile.read_item();
+  }
 
   if (warpgroup == 0) {
     registers_give<Memory::OF_PRODUCER>();
     // Lengths are mostly what they were before that launch. With these, numbers of pages are asked for beside them.
     const bool paged = GAPS && c.block_table;
-    if (paged) tile.find_keys();
+    if (paged) tile.template find_keys<BY_LENGTH>();
     wait_for_the_launch_before();
     int page = -1;
     const int2 before = make_int2(tile.begin, tile.keys);
     if (paged && threadIdx.x < 64) page = page_number<SHARES>(tile, 0);
-    tile.find_keys();
+    tile.template find_keys<BY_LENGTH>();
     if (paged && threadIdx.x < 64 && (before.x != tile.begin || before.y != tile.keys))
       page = page_number<SHARES>(tile, 0);
     if (tile.first >= tile.end) return;
@@ -332,7 +335,7 @@ __global__ void __launch_bounds__(Shared<D, B_r>::THREADS, 1) chunk_kernel(const
 
   registers_take<Memory::OF_CONSUMER>();
   wait_for_the_launch_before();
-  tile.find_keys();
+  tile.template find_keys<BY_LENGTH>();
   consume<T>(tile, s);
   merge_parts<T>(tile, s);
 }
@@ -347,10 +350,10 @@ static cudaError_t make_packed_map(CUtensorMap* map, const Attention& a, int gro
   return make_box_map<T>(map, a.q, sizes, pitches, {64, cuuint32_t(group), cuuint32_t(tokens), 1, 1});
 }
 
-template <typename T, int D, int B_r>
+template <typename T, int D, int B_r, bool BY_LENGTH>
 static cudaError_t launch(Chunk& c, cudaStream_t stream) {
   const Attention& a = c.a;
-  constexpr auto kernel = chunk_kernel<T, D, B_r>;
+  constexpr auto kernel = chunk_kernel<T, D, B_r, BY_LENGTH>;
   constexpr int bytes = sizeof(Shared<D, B_r>);
   static_assert(bytes <= 227 * 1024, "a block has at most 227 KiB of shared memory");
   c.tokens = B_r / c.group;
@@ -360,8 +363,13 @@ static cudaError_t launch(Chunk& c, cudaStream_t stream) {
   if ((error = make_packed_map<T>(&c.q_map, a, c.group, c.tokens))) return error;
   if ((error = allow_shared_memory<kernel, bytes>())) return error;
   dim3 grid(c.splits * c.tiles, c.clusters * a.kv_heads, a.batch);
-  if (c.at_once > 0) grid = c.splits * (c.tiles * a.kv_heads * a.batch + c.parts);
+  if (BY_LENGTH) grid = c.splits * (c.tiles * a.kv_heads * a.batch + c.parts);
   return launch_kernel<Chunk>(kernel, grid, Shared<D, B_r>::THREADS, bytes, stream, c, c.splits);
+}
+
+template <typename T, int D, int B_r>
+static cudaError_t launch(Chunk& c, cudaStream_t stream) {
+  return c.at_once > 0 ? launch<T, D, B_r, true>(c, stream) : launch<T, D, B_r, false>(c, stream);
 }
 
 template <typename T, int D>

@@ -8,12 +8,11 @@ template <typename T, int D, int B_r>
 DEVICE void load_blocks(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s) {
   constexpr int SHARES = Shared<D, B_r>::SHARES, B_c = Shared<D, B_r>::B_c;
   const Chunk& c = tile.c;
-  const Item& item = tile.item;
   Ring<Shared<D, B_r>::STAGES> k;
   Ring<Shared<D, B_r>::V_STAGES> v;
   mbarrier_arrive_expect(&s.q_full, c.tokens * c.group * D * sizeof(T));
   for (int part = 0; part < D / 64; ++part)
-    tma_load_box(s.Q + part * B_r * 64, &c.q_map, &s.q_full, item.kv_head * c.group, tile.token_0, part, item.b);
+    tma_load_box(s.Q + part * B_r * 64, &c.q_map, &s.q_full, tile.kv_head * c.group, tile.token_0, part, tile.b);
   const uint64_t policy = c.tiles == 1 ? EVICT_FIRST : EVICT_NORMAL;
   // In the order of use: K, K V, K V, ..., V; where consumers share the keys, K, K, K V, ..., V, V
   const int blocks = tile.end - tile.first;
@@ -22,14 +21,14 @@ DEVICE void load_blocks(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s
       const int row = tile.template read<SHARES>(nth) * B_c;
       mbarrier_wait(&s.k_empty[k.index], k.parity ^ 1);
       mbarrier_arrive_expect(&s.k_full[k.index], B_c * D * sizeof(T));
-      tma_load(s.K[k.index], &c.k_map, &s.k_full[k.index], row, item.kv_head, item.b, policy);
+      tma_load(s.K[k.index], &c.k_map, &s.k_full[k.index], row, tile.kv_head, tile.b, policy);
       k.next();
     }
     if (nth >= SHARES) {
       const int row = tile.template read<SHARES>(nth - SHARES) * B_c;
       mbarrier_wait(&s.v_empty[v.index], v.parity ^ 1);
       mbarrier_arrive_expect(&s.v_full[v.index], B_c * D * sizeof(T));
-      tma_load(s.V[v.index], &c.v_map, &s.v_full[v.index], row, item.kv_head, item.b, policy);
+      tma_load(s.V[v.index], &c.v_map, &s.v_full[v.index], row, tile.kv_head, tile.b, policy);
       v.next();
     }
   }
@@ -44,7 +43,7 @@ DEVICE int page_number(const Tile<B_c>& tile, int nth) {
   nth += lane / OF_BLOCK;
   const int key = tile.template read<SHARES>(nth) * B_c + lane % OF_BLOCK * 16;
   if (nth >= tile.end - tile.first || key >= tile.keys) return -1;
-  return __ldcg(tile.c.block_table + int64_t(tile.item.b) * tile.c.max_pages + tile.page_of(key));
+  return __ldcg(tile.c.block_table + int64_t(tile.b) * tile.c.max_pages + tile.page_of(key));
 }
 
 // The same from pages, K by one warp and V by another, whose lanes each load a box: some keys of a page, 64 columns.
@@ -54,7 +53,6 @@ DEVICE void load_boxes(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s,
   constexpr int B_c = Shared<D, B_r>::B_c;
   constexpr int OF_BLOCK = B_c / 16, HELD = 32 / OF_BLOCK;  // page numbers of a block; blocks
   const Chunk& c = tile.c;
-  const Item& item = tile.item;
   const bool of_K = threadIdx.x < 32;
   const CUtensorMap& map = of_K ? c.k_map : c.v_map;
   uint64_t *full = of_K ? s.k_full : s.v_full, *empty = of_K ? s.k_empty : s.v_empty;
@@ -67,7 +65,7 @@ DEVICE void load_boxes(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s,
   if (threadIdx.x == 0) {
     mbarrier_arrive_expect(&s.q_full, c.tokens * c.group * D * sizeof(T));
     for (int i = 0; i < PARTS; ++i)
-      tma_load_box(s.Q + i * B_r * 64, &c.q_map, &s.q_full, item.kv_head * c.group, tile.token_0, i, item.b);
+      tma_load_box(s.Q + i * B_r * 64, &c.q_map, &s.q_full, tile.kv_head * c.group, tile.token_0, i, tile.b);
   }
   const int buffers = of_K ? STAGES : Shared<D, B_r>::V_STAGES;
   int index = 0, parity = 0;  // as of a Ring
@@ -93,9 +91,9 @@ DEVICE void load_boxes(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s,
     if (loads) {
       uint16_t* to = (of_K ? s.K[index] : s.V[index]) + (part * B_c + key) * 64;
       if (c.tiles == 1) {
-        load_box_once(to, &map, &full[index], row, part, item.kv_head, page);
+        load_box_once(to, &map, &full[index], row, part, tile.kv_head, page);
       } else {
-        tma_load_box(to, &map, &full[index], row, part, item.kv_head, page);
+        tma_load_box(to, &map, &full[index], row, part, tile.kv_head, page);
       }
     }
     if (++index == buffers) index = 0, parity ^= 1;

@@ -53,15 +53,6 @@ DEVICE int2 lengths_of(const Chunk& c, int b) {
                    GAPS && c.leftpad_k ? max(__ldcg(c.leftpad_k + b), 0) : 0);
 }
 
-// Where each tile has as many clusters.
-DEVICE void find_item_in_grid(const Chunk& c, Item& item) {
-  const int of_head = blockIdx.x / c.splits, kv_heads = gridDim.y / c.clusters, cluster = blockIdx.y / kv_heads;
-  const int kv_head = blockIdx.y - cluster * kv_heads, b = blockIdx.z;
-  item.b = b, item.kv_head = kv_head, item.of_head = of_head;
-  item.cluster = cluster, item.clusters = c.clusters;
-  item.first_part = ((int64_t(b) * kv_heads + kv_head) * c.tiles + of_head) * c.clusters;
-}
-
 // Keys of a block. BATCH_INVARIANT, 64 rows of head_dim 128 wait for the memory anyway, and in blocks of 64 leave room
 // for what waits in shared memory.
 constexpr int keys_of_a_block(int head_dim, int rows) {
@@ -129,8 +120,8 @@ DEVICE int bits_of_leaves(unsigned keys) {
 template <int B_c>
 struct Tile {
   const Chunk& c;
-  const Item& item;   // in shared memory: registers are few
-  int split;
+  const Item& item;  // in shared memory, for what comes last: registers are few
+  int b, kv_head, of_head, split, cluster, clusters;
   int token_0, rows;  // its first token; rows that exist
   int each, own;      // rows that a block of a cluster merges; that this one does
   // Known behind the launch before: keys of the sequence, and those to skip; the first key that some row sees; of the
@@ -139,18 +130,35 @@ struct Tile {
   // BATCH_INVARIANT: the tile's blocks of keys, cut into 1 << leaf_bits leaves; where a second consumer's begin
   int first_of_all, all, leaf_bits, middle;
 
-  // Neighbours are tiles that read the same keys: an L2 request of one is the other's as well.
-  DEVICE Tile(const Chunk& c, const Item& item) : c(c), item(item) {
-    split = blockIdx.x % c.splits;
-    token_0 = (c.tiles - 1 - item.of_head) * c.tokens;  // causal: the longest rows first
+  // Where each tile has as many clusters.
+  DEVICE Tile(const Chunk& c, const Item& item) : c(c), item(item), clusters(c.clusters) {
+    // Neighbours are tiles that read the same keys: an L2 request of one is the other's as well.
+    of_head = blockIdx.x / c.splits, split = blockIdx.x - of_head * c.splits;
+    const int kv_heads = gridDim.y / clusters;
+    cluster = blockIdx.y / kv_heads, kv_head = blockIdx.y - cluster * kv_heads, b = blockIdx.z;
+    find_rows();
+  }
+  DEVICE void write(Item& to) const {
+    const int64_t nth = (int64_t(b) * c.a.kv_heads + kv_head) * c.tiles + of_head;
+    to.b = b, to.kv_head = kv_head, to.of_head = of_head;
+    to.cluster = cluster, to.clusters = clusters, to.first_part = nth * clusters;
+  }
+  DEVICE void read_item() {
+    b = item.b, kv_head = item.kv_head, of_head = item.of_head;
+    cluster = item.cluster, clusters = item.clusters;
+    find_rows();
+  }
+  DEVICE void find_rows() {
+    token_0 = (c.tiles - 1 - of_head) * c.tokens;  // causal: the longest rows first
     rows = min(c.tokens, c.a.q_len - token_0) * c.group;
     each = ceil_div(rows, c.splits), own = max(0, min(each, rows - split * each));
   }
+  template <bool BY_LENGTH>
   DEVICE void find_keys() {
-    const int2 lengths = c.at_once > 0 ? item.lengths : lengths_of(c, item.b);
+    const int2 lengths = BY_LENGTH ? item.lengths : lengths_of(c, b);
     keys = lengths.x, skipped = lengths.y;
     begin = GAPS ? min(begins(token_0), keys) : 0;
-    const int nth = item.cluster * c.splits + split, of = item.clusters * c.splits;  // of the tile's blocks
+    const int nth = cluster * c.splits + split, of = clusters * c.splits;  // of the tile's blocks
     first_of_all = begin / B_c, all = max(0, ceil_div(visible(last_token()), B_c) - first_of_all);
     if constexpr (BATCH_INVARIANT) {
       leaf_bits = min(c.leaf_bits, bits_of_leaves(unsigned(all) * B_c));
@@ -164,7 +172,7 @@ struct Tile {
   DEVICE int first_leaf(int nth, int of) const { return ((nth << leaf_bits) + of - 1) >> (31 - __clz(of)); }
   // A consumer has 1 << bits leaves, or with 0 bits none or one.
   DEVICE int bits_of_a_consumer(int shares) const {
-    return max(0, leaf_bits - (31 - __clz(item.clusters * c.splits * shares)));
+    return max(0, leaf_bits - (31 - __clz(clusters * c.splits * shares)));
   }
   DEVICE int leaf_begin(int leaf) const { return first_of_all + int(int64_t(all) * leaf >> leaf_bits); }
   // The block of keys that this block reads as its nth. Consumers that share the keys have every other one; or, of
