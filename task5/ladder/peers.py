@@ -20,6 +20,7 @@ from task5.ladder.benchmark import BF16, FP16, FP32, Call, Inputs, Prepare
 
 PAGE = 64
 WORKSPACE = 256 << 20  # bytes
+ONE_QUERY = "it takes one query of a sequence"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,9 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend) -> Tensor:
 
 
 def _fa3(inputs: Inputs) -> list[Call]:
-    used = {"cache_seqlens": inputs.lengths} if len(set(inputs.shape.lengths)) > 1 else {}
+    used = {"causal": inputs.shape.q_len > 1}
+    if len(set(inputs.shape.lengths)) > 1:
+        used["cache_seqlens"] = inputs.lengths
 
     def attend(k: Tensor, v: Tensor) -> Tensor:
         out = import_peer(FA3_MODULE).flash_attn_with_kvcache(inputs.q, k, v, **used)
@@ -65,20 +68,29 @@ def _flashinfer(inputs: Inputs, *, tensor_cores: bool) -> list[Call]:
     indices = torch.cat([table[b, :n] for b, n in enumerate(each.tolist())])
     indptr = torch.nn.functional.pad(each.cumsum(0, dtype=torch.int32), (1, 0))
     last = (inputs.lengths - 1) % PAGE + 1
+    sizes = (shape.heads, shape.kv_heads, shape.head_dim, PAGE)
+    dtypes = dict(q_data_type=shape.dtype, kv_data_type=shape.dtype)
+    if shape.q_len > 1:
+        if not tensor_cores:
+            raise ValueError(ONE_QUERY)
+        workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+        prefill = import_peer("flashinfer").BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        ends = torch.arange(shape.batch + 1, dtype=torch.int32, device=device) * shape.q_len
+        prefill.plan(ends, indptr, indices, last, *sizes, causal=True, **dtypes)
+        return [partial(prefill.run, inputs.q.flatten(0, 1), pair) for pair in caches]
     wrapper = import_peer("flashinfer").BatchDecodeWithPagedKVCacheWrapper(
         torch.empty(WORKSPACE, dtype=torch.uint8, device=device), "NHD", use_cuda_graph=True,
         use_tensor_cores=tensor_cores, paged_kv_indptr_buffer=indptr.clone(),
         paged_kv_indices_buffer=indices.clone(), paged_kv_last_page_len_buffer=last.clone(),
     )  # fmt: skip
-    wrapper.plan(
-        indptr, indices, last, shape.heads, shape.kv_heads, shape.head_dim, PAGE,
-        q_data_type=shape.dtype, kv_data_type=shape.dtype,
-    )  # fmt: skip
+    wrapper.plan(indptr, indices, last, *sizes, **dtypes)
     return [partial(wrapper.run, inputs.q[:, 0], pair) for pair in caches]  # it holds its buffers
 
 
 def _xqa(inputs: Inputs) -> list[Call]:
     shape, (table, caches) = inputs.shape, inputs.pages(PAGE)
+    if shape.q_len > 1:
+        raise ValueError(ONE_QUERY)
     import_peer("flashinfer")
     decode = import_peer("flashinfer.decode").trtllm_batch_decode_with_kv_cache
     workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=table.device)

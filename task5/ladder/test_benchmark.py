@@ -133,11 +133,16 @@ def test_lengths_differ_in_a_call():
     assert sorted(even.lengths) == [16, 32, 48, 64] and long.lengths == (2, 2, 64)
     assert even.key.endswith("float32, 1 to all") and long.key.endswith("float32, one long")
     assert long.bytes == 2 * 68 * 2 * 64 * 4
-    for shape in (even, long):
+    several = uneven.Uneven(3, 4, 2, 320, 64, FP32, 5, spread=uneven.ONE_LONG)
+    for shape in (even, long, several):
         inputs = Inputs(shape, "cpu", caches=1)
         for prepare in (uneven.SIDES[OURS], uneven.SIDES[paged(uneven.PAGE)]):
             (call,) = prepare(inputs)
             torch.testing.assert_close(call().double(), inputs.truth(), atol=1e-5, rtol=1e-4)
+    inputs = Inputs(several, "cpu", caches=1)
+    for label in ("FlashInfer", XQA):
+        with pytest.raises(ValueError, match="one query"):
+            peers.LENGTH_PEERS[label](inputs)
 
 
 @pytest.mark.parametrize("q_len", [5, 50])

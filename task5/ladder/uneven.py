@@ -54,6 +54,12 @@ SHAPES = (
     Uneven(32, 28, 4, 8192),
     Uneven(64, 12, 12, 1024, 64),
     Uneven(64, 12, 12, 8192, 64, spread=ONE_LONG),
+    # Several queries: 32 to 128 rows of a kv head.
+    Uneven(16, 32, 8, 16384, q_len=8, spread=ONE_LONG),
+    Uneven(32, 32, 8, 8192, q_len=16),
+    Uneven(32, 32, 8, 8192, q_len=16, spread=ONE_LONG),
+    Uneven(32, 32, 8, 8192, 64, q_len=16, spread=ONE_LONG),
+    Uneven(16, 64, 8, 16384, q_len=16, spread=ONE_LONG),
 )
 SIDES: dict[str, Prepare] = {
     OURS: ours,
