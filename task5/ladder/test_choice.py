@@ -168,6 +168,32 @@ def test_the_rungs_of_many_pairs_batch_invariant(h200):
     assert rungs(1) == rungs(2) == [4] * 5
 
 
+def test_pairs_of_9_to_16_rows(h200):
+    """Several leaves of a warp take four warps longer; and with pages there is more to compute than half of SMs can."""
+
+    def how(heads, kv_len, batch=1, page_size=None, rows=16, lengths=1, invariant=True, **shape):
+        given = dict(batch=batch, page_size=page_size, lengths=lengths, batch_invariant=invariant)
+        return fastest(h200(dtype=2, rows=rows, **shape), heads, kv_len, promised=True, **given)
+
+    eight, deep, of_eight_warps = Choice(EIGHT_WARPS), BY_LENGTH[0], BY_LENGTH[2]
+    assert how(8, 65536) == eight == how(8, 20_000, batch=8) and how(8, 60_000) == Choice(4)
+    assert how(2, 262_144) == eight and how(2, 131_072) == Choice(4)
+    assert how(8, 65536, rows=8) == how(8, 65536, head_dim=64) == Choice(4)
+    assert how(1, 524_288, rows=8) == how(1, 1 << 20, head_dim=64) == eight
+    assert how(4, 8192).rung == how(1, 8000, rows=1).rung == 4  # no more leaves than its warps
+    assert how(64, 8192, lengths=8).rung == of_eight_warps
+    assert how(32, 16384, lengths=8).rung == how(64, 8192, lengths=8, rows=8).rung == deep
+
+    def paged(heads, kv_len, **given):
+        return how(heads, kv_len, page_size=64, **given)
+
+    ahead, half = Choice(EIGHT_WARPS, ahead=True), Choice(4, every_other_sm=True)
+    assert paged(16, 4096, invariant=False) == paged(8, 4096, invariant=False) == ahead
+    assert paged(8, 4096) == half and paged(16, 4096) == paged(96, 1024) == ahead
+    assert paged(16, 4096, rows=8, invariant=False) == half
+    assert paged(8, 2048, invariant=False).rung == 4
+
+
 def test_lengths_that_may_differ_decide(h200):
     """From 250 MB of room on; from 400 where they cost equal lengths more."""
 
