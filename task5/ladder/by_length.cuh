@@ -3,24 +3,25 @@
 #pragma once
 #include "count.cuh"
 #include "decode.cuh"
+#include "longest_first.cuh"
 
 // Of C clusters, as many as there are pairs or as the GPU holds at once, each would have the C-th part of all keys, its
 // share. A pair with more than one and a half shares is cut for clusters with more than three quarters of one each.
-// These and the whole pairs are a grid's items, long ones first. It has a cluster for each pair. Where pairs are cut,
+// These and the whole pairs are a grid's items, longest first. It has a cluster for each pair. Where pairs are cut,
 // there are more items, and a cluster that is done takes a further one.
 // FEW_PAIRS: C may be more than there are pairs. Then a grid has C clusters, and some may have no item; and a pair is
 // cut from one and three quarters of a share on, so that of pairs as long as each other no part waits for another one.
 template <bool FEW_PAIRS>
 struct ByLength {
   static constexpr bool BY_LENGTH = true;
-  static constexpr int HELD = 4, MOST_BITS = 4;  // sequences of a lane; 1 << MOST_BITS clusters of a pair, at most
+  static constexpr int MOST_BITS = 4;  // 1 << MOST_BITS clusters of a pair, at most
   static constexpr int MOST_QUARTERS = FEW_PAIRS ? 7 : 6;  // of a share, that a pair has which is not cut
   static constexpr int LEAST_BITS = 2;           // a cluster has so many tiles for each warp at least: 1 << LEAST_BITS
   int2 known[HELD], now[HELD];  // the lane's lengths, before and after the launch ahead of this one is complete
   int2 own;                     // those of this cluster's sequence
 
   DEVICE void start() { item = blockIdx.z * gridDim.y + blockIdx.y; }
-  // Where no pair is cut, which takes few instructions to see, as the grid says.
+  // Of sequences about as long as each other as the grid says, which takes few instructions to see.
   DEVICE void find(const Decode& a) {
     sequence_ = blockIdx.z, pair_ = blockIdx.y, part = bits_ = items = 0;
     if (FEW_PAIRS) sequence_ = min(sequence_, a.batch - 1);
@@ -28,7 +29,7 @@ struct ByLength {
     load(a, known);
     const Shares shares(a, known);
     none_ = FEW_PAIRS && item >= a.batch * a.pairs();
-    if (shares.cut()) find_among(a, shares);
+    if (shares.differ()) find_among(a, shares);
   }
   DEVICE bool none() const { return FEW_PAIRS && none_; }  // no item is this cluster's
   DEVICE void read_again(const Decode& a) { load(a, now); }
@@ -78,10 +79,12 @@ struct ByLength {
 
   // The keys of each of the lane's sequences, and how its pairs are cut.
   struct Shares {
-    unsigned keys[HELD], sum = 0, longest = 0;
+    unsigned keys[HELD], longest = 0, shortest = ~0u;
+    float of_a_key;
     const Decode& a;
 
     DEVICE Shares(const Decode& a, const int2 (&lengths)[HELD]) : a(a) {
+      unsigned sum = 0;
       const bool all_seen = !a.leftpad_k && !a.window;
 #pragma unroll
       for (int i = 0; i < HELD; ++i) {
@@ -92,72 +95,43 @@ struct ByLength {
           keys[i] = sequence_of_lane(i) < a.batch ? seen : 0;
         }
         sum += keys[i], longest = max(longest, keys[i]);
+        if (sequence_of_lane(i) < a.batch) shortest = min(shortest, keys[i]);
       }
       sum = __reduce_add_sync(~0u, sum), longest = __reduce_max_sync(~0u, longest);
+      shortest = __reduce_min_sync(~0u, shortest), of_a_key = __fdividef(a.clusters_at_once, float(sum) * a.pairs());
     }
-    // Whether so many are more than `quarters` quarters of a share.
-    DEVICE bool above(unsigned keys, int quarters) const {
-      return 4 * uint64_t(keys) * unsigned(a.clusters_at_once) > uint64_t(sum) * unsigned(a.pairs()) * quarters;
-    }
-    DEVICE bool halves_suffice(unsigned keys) const {
-      return keys >> (1 + LEAST_BITS + a.block_bits + WARP_BITS + a.tile_bits) > 0;
-    }
-    DEVICE bool cut() const { return above(longest, MOST_QUARTERS) && halves_suffice(longest); }
+    DEVICE int group(unsigned keys) const { return group_of(keys * of_a_key, bits(keys) > 0); }
+    DEVICE bool differ() const { return group(longest) != group(shortest) || bits(longest) > 0; }
     // 1 << bits clusters for a pair.
     DEVICE int bits(unsigned keys) const {
-      int bits = 0;
-#pragma unroll
-      for (int n = 0; n < MOST_BITS; ++n) bits += above(keys, MOST_QUARTERS << n) && halves_suffice(keys >> n);
-      return bits;
+      const float shares = keys * of_a_key;
+      // A little less, so that it is more than MOST_QUARTERS, whatever is rounded.
+      const int by_shares = (__float_as_int(shares * (7.999f / MOST_QUARTERS)) >> 23) - 127;
+      const int by_keys = 31 - __clz(int(keys)) - (LEAST_BITS + a.block_bits + WARP_BITS + a.tile_bits);
+      return max(0, min(min(by_shares, MOST_BITS), by_keys));
     }
   };
 
   DEVICE void find_among(const Decode& a, const Shares& shares) {
-    const int lane = threadIdx.x % 32, pairs = a.pairs();
-    // Items are in three groups: those of cut pairs; pairs of more than a share; and the rest. How many of each there
-    // are for a pair of all sequences are 12, 8 and 8 bits of a number.
-    constexpr int LONG = 12, SHORT = 20;
-    int bits_of[HELD], items_of[HELD], here = 0;
+    const int pairs = a.pairs();
+    int bits_of[HELD], items_of[HELD], group[HELD], of_lane = 0;
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
       bits_of[i] = shares.bits(shares.keys[i]);
-      int group = shares.above(shares.keys[i], 4) ? LONG : SHORT;
-      if (bits_of[i] > 0) group = 0;
-      items_of[i] = sequence_of_lane(i) < a.batch ? 1 << (bits_of[i] + group) : 0, here += items_of[i];
+      group[i] = shares.group(shares.keys[i]);
+      items_of[i] = sequence_of_lane(i) < a.batch ? pairs << bits_of[i] : 0, of_lane += items_of[i];
     }
-    int up_to = here;  // this lane
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, up_to, step);
-      if (lane >= step) up_to += other;
-    }
-    const int last = __shfl_sync(~0u, up_to, 31);
-    const int cut = last & ((1 << LONG) - 1), long_ = last >> LONG & ((1 << (SHORT - LONG)) - 1);
-    items = (cut + long_ + (last >> SHORT)) * pairs;
+    items = __reduce_add_sync(~0u, of_lane);
     none_ = FEW_PAIRS && item >= items;
-    int n = (none_ ? 0 : item) / pairs, before = 0, group = 0;  // n: of its group
-    if (n >= cut + long_)
-      before = cut + long_, group = SHORT;
-    else if (n >= cut)
-      before = cut, group = LONG;
-    n -= before;
-    const auto of_group = [&](int number) {
-      return number >> group & (group == LONG ? (1 << (SHORT - LONG)) - 1 : (1 << LONG) - 1);
-    };
-    const int its_lane = min(__popc(__ballot_sync(~0u, of_group(up_to) <= n)), 31);
-    int first = of_group(up_to - here), index = 0;
-#pragma unroll
-    for (int i = 0; i < HELD - 1; ++i) {
-      if (index == i && first + of_group(items_of[i]) <= n) first += of_group(items_of[i]), ++index;
-    }
-    index = __shfl_sync(~0u, index, its_lane), first = __shfl_sync(~0u, first, its_lane);
+    const Place place = place_of(none_ ? 0 : item, items_of, group);
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {  // a select between pairs of numbers would have them in memory
-      const int x = __shfl_sync(~0u, known[i].x, its_lane), y = __shfl_sync(~0u, known[i].y, its_lane);
-      const int bits = __shfl_sync(~0u, bits_of[i], its_lane);
-      if (index == i) own = make_int2(x, y), bits_ = bits;
+      const int x = __shfl_sync(~0u, known[i].x, place.lane), y = __shfl_sync(~0u, known[i].y, place.lane);
+      const int bits = __shfl_sync(~0u, bits_of[i], place.lane);
+      if (place.i == i) own = make_int2(x, y), bits_ = bits;
     }
-    sequence_ = its_lane + 32 * index;
-    const int of_sequence = none_ ? 0 : item - (before + first) * pairs;
+    sequence_ = place.lane + 32 * place.i;
+    const int of_sequence = none_ ? 0 : item - place.first;
     pair_ = of_sequence >> bits_, part = of_sequence & ((1 << bits_) - 1);
   }
 };

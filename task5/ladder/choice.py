@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+from task5.ladder.chunk import UNEVEN_BYTES as MORE_UNEVEN_BYTES  # of more than 16 rows
 from task5.ladder.chunk import by_length_pays
 from task5.ladder.plan import (
     BY_LENGTH,
@@ -34,7 +35,6 @@ SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest,
 # Of 17 to 32 rows: K and V from which on one read of them may be faster than two by twice as many blocks. And of more,
 # where kv heads are more than SMs: up to how many rows two reads by rung 11 are faster than one by rung 5.
 ONE_READ_BYTES, ROWS_OF_TWO_READS = 35e6, 48
-MORE_UNEVEN_BYTES = 100e6  # as UNEVEN_BYTES, where a call takes rung 11
 # Of 17 to 32 rows: K and V from which on chunk_attention is faster, contiguous, and in pages of a multiple of so many
 # keys. Of more: up to which keys, counted for each 16 rows, pairs of 16 are.
 CHUNK_BYTES, CHUNK_BYTES_IN_PAGES, CHUNK_PAGE, KEYS_OF_PAIRS = 15e6, 25e6, 64, 80_000
@@ -225,8 +225,8 @@ def _fastest_of_few_pairs(
     every_other_sm = blocks > 4 and _fill_every_other_sm(call, heads)
     crowded = _is_crowded(call, heads, blocks)
     few = CROWDED_KEYS if crowded else SHARED_KEYS
-    much = call.rows > ROWS // 2 and keys > (2 if batch_invariant else 1) * FEW_KEYS
-    if page_size and every_other_sm and much:  # to compute
+    compute_much = call.rows > ROWS // 2 and keys > (2 if batch_invariant else 1) * FEW_KEYS
+    if page_size and every_other_sm and compute_much:
         return Choice(EIGHT_WARPS, promised)
     if keys <= few:
         if blocks < MOST_BLOCKS or not promised:

@@ -76,7 +76,8 @@ def chunk_attention(
         causal: query i sees the keys ``j <= i + kv_len - q_len``.
         scale: factor of the scores, above 0; ``1 / sqrt(head_dim)`` if None.
         seqlens_k: int32 ``(batch,)`` on q's device, in place of kv_len the keys of each sequence: all for which there
-            is room where it is larger, none where it is negative. None of these tensors is read on the host.
+            is room where it is larger, none where it is negative. None of these tensors is read on the host. In large
+            caches the kernel splits the keys of longer sequences among more blocks.
         leftpad_k: int32 ``(batch,)``, keys to skip at the start of each sequence; a negative number counts as 0.
         block_table: int32 ``(batch, max_pages)``, contiguous: key j is row ``j % page_size`` of page
             ``block_table[b, j // page_size]``, and kv_len is max_pages * page_size. Sequences may share pages. A page

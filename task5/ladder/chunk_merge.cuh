@@ -71,10 +71,13 @@ DEVICE void merge_parts(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s
   const float scale = a.scale * LOG2_E;
 
   // Merges `parts` parts of `rows` rows, at most N. m and l are ml_of(n, r), columns e to e + 3 O_of(n, r, e): nothing,
-  // if the last argument is false. LANES threads share a row, so that each loads some eight quads at once.
+  // if the last argument is false. LANES threads share a row, so that each loads some `at_once` quads at once.
   // use(r, e, merged) gets a thread's columns e + 4 LANES u and the three behind each.
-  const auto merge_rows = [&](auto room, int rows, int parts, auto ml_of, auto O_of, auto use) {
-    constexpr int N = decltype(room)::value, QUADS = N > D / 16 ? 1 : D / 16 / (N > 1 ? N : 2), LANES = D / 4 / QUADS;
+  const auto merge_rows = [&](auto room, auto at_once, int rows, int parts, auto ml_of, auto O_of, auto use) {
+    constexpr int N = decltype(room)::value, EACH = decltype(at_once)::value / (N > 1 ? N : 2), MOST = D / 32;
+    constexpr int QUADS = EACH < 1 ? 1 : EACH > MOST ? MOST
+                                                     : EACH,
+                  LANES = D / 4 / QUADS;
     const int e = 4 * (thread % LANES);
 #pragma unroll 1
     for (int r_0 = 0; r_0 < rows; r_0 += CONSUMERS * WARPGROUP / LANES) {
@@ -127,12 +130,14 @@ DEVICE void merge_parts(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s
     return inside ? *O : float4{};
   };
   constexpr std::integral_constant<int, SHARES> shares;
+  constexpr std::integral_constant<int, D / 16> some;
+  constexpr std::integral_constant<int, D == 128 ? 32 : 4> many;  // global memory takes longer
   if (splits == 1 || SHARES > 1) barrier_sync(COMPLETE, CONSUMERS * WARPGROUP);
   if (splits == 1) {
-    merge_rows(shares, tile.rows, SHARES, own_ml, own_O, complete);
+    merge_rows(shares, some, tile.rows, SHARES, own_ml, own_O, complete);
   } else {
     if (SHARES > 1)
-      merge_rows(shares, tile.rows, SHARES, own_ml, own_O, [&](int r, int e, const auto& x) {
+      merge_rows(shares, some, tile.rows, SHARES, own_ml, own_O, [&](int r, int e, const auto& x) {
         store(&s.parts.O[r * PITCH], &s.parts.ml[r], e, x);
       });
     __syncwarp();
@@ -143,7 +148,9 @@ DEVICE void merge_parts(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s
     const auto O_of = [&](int n, int r, int e, bool inside) {
       return load_from(n, reinterpret_cast<const float4*>(&s.parts.O[(own_0 + r) * PITCH + e]), inside);
     };
-    with_room_for<MOST_SPLITS>(splits, [&](auto room) { merge_rows(room, tile.own, splits, ml_of, O_of, complete); });
+    with_room_for<MOST_SPLITS>(splits, [&](auto room) {
+      merge_rows(room, some, tile.own, splits, ml_of, O_of, complete);
+    });
     __syncwarp();
     start_in_cluster();  // the other blocks' parts have been read
   }
@@ -162,7 +169,7 @@ DEVICE void merge_parts(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s
         return inside ? __ldcg(O) : float4{};
       };
       with_room_for<MOST_CLUSTERS>(item.clusters, [&](auto room) {
-        merge_rows(room, tile.own, item.clusters, ml_of, O_of, write);
+        merge_rows(room, many, tile.own, item.clusters, ml_of, O_of, write);
       });
     }
   }

@@ -1,5 +1,6 @@
 """Decode by length: sequences that are longer than others are cut for more clusters."""
 
+import itertools
 import math
 import random
 from functools import partialmethod
@@ -7,7 +8,7 @@ from functools import partialmethod
 import pytest
 import torch
 
-from common.build import using
+from common.build import Kernels, using
 from common.check.rng import new_seed
 from common.tests.devices import DEVICE, of_gpus_hopper
 from task5.ladder import call, chunk, plan
@@ -15,9 +16,11 @@ from task5.ladder.cases import CASES, HALVES, Case, head_dims_of
 from task5.ladder.chunk import chunk_attention
 from task5.ladder.plan import BY_LENGTH, IN_16_BITS, MORE_ROWS, OF_EIGHT_WARPS
 
+_order = Kernels(__file__, "../../common/tests/kernels/longest_first.cu")
+
 
 class Uneven(Case):
-    """A few long sequences among short ones."""
+    """A few long sequences among short ones; or evenly spread lengths, of which none may be cut."""
 
     WINDOWS = (None, None, None, 1000)
     ROOM = 1500
@@ -26,8 +29,9 @@ class Uneven(Case):
         self.batch, self.kv_heads = r.choice(((2, 2), (3, 3), (5, 2), (33, 1), (70, 1), (128, 1)))
         self.heads, self.q_len = self.kv_heads * r.choice((1, 2, 4, 5)), r.choice((1, 1, 2, 5))
         self.head_dim, self.room = r.choice(head_dims if self.batch < 10 else (64,)), self.ROOM
-        self.lengths = [r.randint(0, 40) for _ in range(self.batch)]
-        for b in r.sample(range(self.batch), r.randint(1, 1 + self.batch // 16)):
+        even = r.random() < 0.3
+        self.lengths = [r.randint(0, 400 if even else 40) for _ in range(self.batch)]
+        for b in [] if even else r.sample(range(self.batch), r.randint(1, 1 + self.batch // 16)):
             self.lengths[b] = r.randint(self.room // 2, self.room)
 
 
@@ -90,6 +94,33 @@ def test_long_sequences_among_short_ones(monkeypatch, part, rung):
         assert torch.equal(case.run(rung=tree, batch_invariant=True), whole)
     plan.plan.cache_clear()
     assert cut
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 31, 33, 100, 128])
+def test_longest_first(sequences):
+    """Each item is of one sequence, in its place; cut ones come first, then the others, by about their length."""
+    r = random.Random(new_seed() + sequences)
+    shares = [r.choice((0, r.random(), 2 * r.random())) for _ in range(sequences)]
+    cut = [int(share > 1.5 and r.random() < 0.5) for share in shares]
+    items = [r.choice((2, 7, 40)) if is_cut else r.choice((1, 5)) for is_cut in cut]
+    total = sum(items)
+    found = torch.full((total, 2), -1, dtype=torch.int32, device=DEVICE)
+    numbers = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (cut, items)]
+    _order.launch(
+        "find", shares=torch.tensor(shares, device=DEVICE), cut=numbers[0], items=numbers[1],
+        sequences=sequences, total=total, found=found,
+    )  # fmt: skip
+    order, first = [], 0
+    while first < total:
+        b = found[first, 0].item()
+        assert found[first : first + items[b]].tolist() == [[b, first]] * items[b]
+        order.append(b)
+        first += items[b]
+    assert sorted(order) == list(range(sequences))
+    several = sum(cut)
+    assert all(cut[b] for b in order[:several])
+    whole = [min(shares[b], 1.75) for b in order[several:]]
+    assert all(x > y - 1 / 8 for x, y in itertools.pairwise(whole))
 
 
 def by_length(monkeypatch, always):

@@ -1,0 +1,18 @@
+// Which sequence has an item, where long sequences come first. A warp holds up to 128 sequences.
+#include "../../../task5/ladder/longest_first.cuh"
+
+__global__ void find_items(const float* shares, const int* cut, const int* items, int sequences, int* found) {
+  int of[HELD], group[HELD];
+  for (int i = 0; i < HELD; ++i) {
+    const int sequence = threadIdx.x + 32 * i, inside = sequence < sequences;
+    of[i] = inside ? items[sequence] : 0, group[i] = inside ? group_of(shares[sequence], cut[sequence]) : 0;
+  }
+  const Place place = place_of(blockIdx.x, of, group);
+  if (threadIdx.x == 0) found[2 * blockIdx.x] = place.lane + 32 * place.i, found[2 * blockIdx.x + 1] = place.first;
+}
+
+extern "C" cudaError_t find(const float* shares, const int* cut, const int* items, int sequences, int total, int* found,
+                            cudaStream_t stream) {
+  find_items<<<total, 32, 0, stream>>>(shares, cut, items, sequences, found);
+  return cudaGetLastError();
+}
