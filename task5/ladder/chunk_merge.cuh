@@ -131,7 +131,7 @@ DEVICE void merge_parts(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s
   };
   constexpr std::integral_constant<int, SHARES> shares;
   constexpr std::integral_constant<int, D / 16> some;
-  constexpr std::integral_constant<int, D == 128 ? 32 : 4> many;  // global memory takes longer
+  constexpr std::integral_constant<int, D / 4> many;  // global memory takes longer
   if (splits == 1 || SHARES > 1) barrier_sync(COMPLETE, CONSUMERS * WARPGROUP);
   if (splits == 1) {
     merge_rows(shares, some, tile.rows, SHARES, own_ml, own_O, complete);
