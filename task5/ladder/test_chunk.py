@@ -164,6 +164,31 @@ def test_a_sequence_has_the_same_bits_in_any_batch(monkeypatch, kind, part):
             raise
 
 
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="a GPU runs as many blocks at once as it has SMs, and slots"
+)
+@pytest.mark.parametrize("group", [16, 32])  # of 4 tokens: tiles of 64 rows, and of 128
+def test_blocks_wait_for_slots(monkeypatch, group):
+    """Where states of a tree wait in memory: eight blocks have two slots, one behind the other."""
+    launch, slots = chunk._BATCH_INVARIANT.launch, []
+
+    def of_two(*names, **arguments):
+        slots.append(arguments["slots"])
+        return launch(*names, **arguments | {"slots": 2})
+
+    monkeypatch.setattr(chunk, "sms_of", lambda device: 132)
+    torch.manual_seed(new_seed())
+    q = torch.randn(4, 4, 2 * group, 64).half()
+    k, v = (torch.randn(4, 4200, 2, 64).half() for _ in "kv")
+    given = dict(batch_invariant=True, split=(1, 1))
+    whole = chunk_attention(q, k, v, **given)
+    monkeypatch.setattr(chunk._BATCH_INVARIANT, "launch", of_two)
+    with using(threads=2, limit=240):
+        again = chunk_attention(q, k, v, **given)
+    assert slots == [8]
+    assert torch.equal(again, whole)
+
+
 @of_gpus_hopper
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("group", [8, 16])  # of 8 tokens: tiles of 64 rows, and of 128
