@@ -29,7 +29,7 @@ class Uneven(Case):
         self.batch, self.kv_heads = r.choice(((2, 2), (3, 3), (5, 2), (33, 1), (70, 1), (128, 1)))
         self.heads, self.q_len = self.kv_heads * r.choice((1, 2, 4, 5)), r.choice((1, 1, 2, 5))
         self.head_dim, self.room = r.choice(head_dims if self.batch < 10 else (64,)), self.ROOM
-        even = r.random() < 0.3
+        even = r.random() < 0.2
         self.lengths = [r.randint(0, 400 if even else 40) for _ in range(self.batch)]
         for b in [] if even else r.sample(range(self.batch), r.randint(1, 1 + self.batch // 16)):
             self.lengths[b] = r.randint(self.room // 2, self.room)
