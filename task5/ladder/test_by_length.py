@@ -1,4 +1,4 @@
-"""Decode by length: sequences that are longer than others are cut for more clusters."""
+"""By length: sequences that are longer than others are cut for more clusters, and come first."""
 
 import itertools
 import math
@@ -96,6 +96,7 @@ def test_long_sequences_among_short_ones(monkeypatch, part, rung):
     assert cut
 
 
+@of_gpus_hopper
 @pytest.mark.parametrize("sequences", [1, 2, 31, 33, 100, 128])
 def test_longest_first(sequences):
     """Each item is of one sequence, in its place; cut ones come first, then the others, by about their length."""

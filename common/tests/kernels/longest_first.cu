@@ -1,4 +1,5 @@
 // Which sequence has an item, where long sequences come first. A warp holds up to 128 sequences.
+// architectures: sm_90a cpu
 #include "../../../task5/ladder/longest_first.cuh"
 
 __global__ void find_items(const float* shares, const int* cut, const int* items, int sequences, int* found) {
