@@ -7,7 +7,7 @@ constexpr int WARPS = 4, KV_BYTES = 64 * 1024, MOST_ROWS = 16;
 #include "dependent_launch.cuh"
 
 #include "by_length.cuh"
-#define PLACE ByLength<false>
+#define PLACE ByLength
 #include "cluster.cuh"
 #include "dispatch.cuh"
 

@@ -1,13 +1,13 @@
-// Rung 12. By length, with 32 rows for each read of K and V, and on all SMs also where pairs are few.
+// Rung 12. By length, with 32 rows for each read of K and V.
 // architectures: sm_90a cpu
 //
-// Compared with rung 11, PLACE: as rung 10's, but of more clusters than pairs.
+// Compared with rung 11, PLACE, as rung 10's.
 #define ALWAYS_MOST_ROWS true
 constexpr int WARPS = 8, KV_BYTES = 192 * 1024, MOST_ROWS = 32;
 #include "dependent_launch.cuh"
 
 #include "by_length.cuh"
-#define PLACE ByLength<true>
+#define PLACE ByLength
 #include "cluster.cuh"
 #include "dispatch.cuh"
 

@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "dtype.cuh"
+#include "plain_launch.cuh"
 #include "tensor.cuh"
 
 constexpr int THREADS = 128;
@@ -39,18 +40,6 @@ template <typename T>
 __device__ __forceinline__ T* row_of(const View& tensor, int64_t b, int64_t row, int64_t head) {
   return tensor.as<T>() + b * tensor.strides[0] + row * tensor.strides[1] + head * tensor.strides[2];
 }
-
-#ifndef DEPENDENT_LAUNCH
-__device__ __forceinline__ void wait_for_the_launch_before() {}
-__device__ __forceinline__ void begin_the_next_launch() {}
-
-template <typename Kernel, typename Arguments>
-inline cudaError_t launch_kernel(Kernel kernel, int blocks, int threads, int bytes, cudaStream_t stream,
-                                 const Arguments& a) {
-  kernel<<<blocks, threads, bytes, stream>>>(a);
-  return cudaGetLastError();
-}
-#endif
 
 template <typename T>
 __global__ void __launch_bounds__(THREADS) append_kernel(Append a) {

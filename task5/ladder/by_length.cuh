@@ -9,14 +9,12 @@
 // share. A pair with more than one and a half shares is cut for clusters with more than three quarters of one each.
 // These and the whole pairs are a grid's items, longest first. It has a cluster for each pair. Where pairs are cut,
 // there are more items, and a cluster that is done takes a further one.
-// FEW_PAIRS: C may be more than there are pairs. Then a grid has C clusters, and some may have no item; and a pair is
-// cut from one and three quarters of a share on, so that of pairs as long as each other no part waits for another one.
-template <bool FEW_PAIRS>
+// Of few pairs a grid has more clusters than pairs, and some may have no item. There a pair is cut from one and three
+// quarters of a share on; or from two, if all are about as long as each other: so no part waits for another one.
 struct ByLength {
   static constexpr bool BY_LENGTH = true;
-  static constexpr int MOST_BITS = 4;  // 1 << MOST_BITS clusters of a pair, at most
-  static constexpr int MOST_QUARTERS = FEW_PAIRS ? 7 : 6;  // of a share, that a pair has which is not cut
-  static constexpr int LEAST_BITS = 2;           // a cluster has so many tiles for each warp at least: 1 << LEAST_BITS
+  static constexpr int MOST_BITS = 4;   // 1 << MOST_BITS clusters of a pair, at most
+  static constexpr int LEAST_BITS = 2;  // a cluster has so many tiles for each warp at least: 1 << LEAST_BITS
   int2 known[HELD], now[HELD];  // the lane's lengths, before and after the launch ahead of this one is complete
   int2 own;                     // those of this cluster's sequence
 
@@ -24,14 +22,14 @@ struct ByLength {
   // Of sequences about as long as each other as the grid says, which takes few instructions to see.
   DEVICE void find(const Decode& a) {
     sequence_ = blockIdx.z, pair_ = blockIdx.y, part = bits_ = items = 0;
-    if (FEW_PAIRS) sequence_ = min(sequence_, a.batch - 1);
+    if (few_pairs(a)) sequence_ = min(sequence_, a.batch - 1);
     own = lengths(a, sequence_);
     load(a, known);
     const Shares shares(a, known);
-    none_ = FEW_PAIRS && item >= a.batch * a.pairs();
+    none_ = item >= a.batch * a.pairs();
     if (shares.differ()) find_among(a, shares);
   }
-  DEVICE bool none() const { return FEW_PAIRS && none_; }  // no item is this cluster's
+  DEVICE bool none() const { return none_; }  // no item is this cluster's
   DEVICE void read_again(const Decode& a) { load(a, now); }
   DEVICE bool holds(const Decode& a) const {
     bool same = true;
@@ -65,6 +63,7 @@ struct ByLength {
   bool none_ = false;
 
   static DEVICE int clusters() { return gridDim.y * gridDim.z; }
+  static DEVICE bool few_pairs(const Decode& a) { return gridDim.z > a.batch; }
   static DEVICE int sequence_of_lane(int i) { return threadIdx.x % 32 + 32 * i; }
   // Of sequences that there are not, those of another: nothing looks at them. With zeros in their place ptxas of CUDA
   // 13.0 had one stored a cycle too early.
@@ -81,6 +80,7 @@ struct ByLength {
   struct Shares {
     unsigned keys[HELD], longest = 0, shortest = ~0u;
     float of_a_key;
+    float parts;  // that a share is counted as
     const Decode& a;
 
     DEVICE Shares(const Decode& a, const int2 (&lengths)[HELD]) : a(a) {
@@ -99,14 +99,15 @@ struct ByLength {
       }
       sum = __reduce_add_sync(~0u, sum), longest = __reduce_max_sync(~0u, longest);
       shortest = __reduce_min_sync(~0u, shortest), of_a_key = __fdividef(a.clusters_at_once, float(sum) * a.pairs());
+      // Two parts are more than 6 or 7 quarters of a share, or 8 quarters and more, whatever is rounded.
+      parts = !few_pairs(a) ? 7.999f / 6 : longest - shortest > shortest / 8 ? 7.999f / 7
+                                                                             : 1.0001f;
     }
-    DEVICE int group(unsigned keys) const { return group_of(keys * of_a_key, bits(keys) > 0); }
-    DEVICE bool differ() const { return group(longest) != group(shortest) || bits(longest) > 0; }
+    DEVICE int group(unsigned keys, int bits) const { return group_of(keys * of_a_key, bits > 0); }
+    DEVICE bool differ() const { return bits(longest) > 0 || group(longest, 0) != group(shortest, 0); }
     // 1 << bits clusters for a pair.
     DEVICE int bits(unsigned keys) const {
-      const float shares = keys * of_a_key;
-      // A little less, so that it is more than MOST_QUARTERS, whatever is rounded.
-      const int by_shares = (__float_as_int(shares * (7.999f / MOST_QUARTERS)) >> 23) - 127;
+      const int by_shares = (__float_as_int(keys * of_a_key * parts) >> 23) - 127;
       const int by_keys = 31 - __clz(int(keys)) - (LEAST_BITS + a.block_bits + WARP_BITS + a.tile_bits);
       return max(0, min(min(by_shares, MOST_BITS), by_keys));
     }
@@ -118,11 +119,11 @@ struct ByLength {
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
       bits_of[i] = shares.bits(shares.keys[i]);
-      group[i] = shares.group(shares.keys[i]);
+      group[i] = shares.group(shares.keys[i], bits_of[i]);
       items_of[i] = sequence_of_lane(i) < a.batch ? pairs << bits_of[i] : 0, of_lane += items_of[i];
     }
     items = __reduce_add_sync(~0u, of_lane);
-    none_ = FEW_PAIRS && item >= items;
+    none_ = item >= items;
     const Place place = place_of(none_ ? 0 : item, items_of, group);
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {  // a select between pairs of numbers would have them in memory

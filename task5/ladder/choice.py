@@ -24,12 +24,14 @@ from task5.ladder.plan import (
     power_of_two,
 )
 
-# Of room for K and V, from which lengths decide: of up to ONE_AND_A_HALF pairs for each SM, but not 1 to ALMOST_ONE, of
-# 16 bits, a head_dim up to 128 and no pages; and of others. Below, equal lengths lose over 1 %.
-UNEVEN_BYTES, MANY_UNEVEN_BYTES = 250e6, 400e6
+# Of room for K and V, from which lengths decide: see _uneven_bytes().
+UNEVEN_BYTES, UNEVEN_BYTES_OF_256, MANY_UNEVEN_BYTES = 250e6, 300e6, 400e6
 # Pairs for each SM where lengths decide: up to which rung 8 is the fastest, 9 with three blocks on an SM, and 10.
 ALMOST_ONE, ONE_AND_A_HALF, FEW_WAVES = 1.17, 1.6, 3
-SOME_SMS = 0.3  # and up to which rung 8 loads keys ahead of the wait below MANY_UNEVEN_BYTES
+SOME_SMS, HALF = (
+    0.3,
+    0.5,
+)  # SOME_SMS: and up to which rung 8 loads keys ahead of the wait below MANY_UNEVEN_BYTES
 MANY_SMS = 0.4  # and from which on rung 10 is faster where the states of leaves are large
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see fastest()
 # Of 17 to 32 rows: K and V from which on one read of them may be faster than two by twice as many blocks. And of more,
@@ -136,14 +138,24 @@ def fastest(
     long = bytes_ >= MANY_UNEVEN_BYTES
     if pairs <= (FEW_PAIRS if long else SOME_PAIRS) and is_spread(call, pairs, kv_len):
         return choice  # by length a pair that is not cut would have one cluster
-    for_each_sm = pairs / call.sms
-    few = for_each_sm <= 1 or ALMOST_ONE < for_each_sm <= ONE_AND_A_HALF
-    if call.compute_bound or page_size:
-        few = False
-    uneven_bytes = UNEVEN_BYTES if few else MANY_UNEVEN_BYTES
-    if may_differ and bytes_ >= uneven_bytes and choice.rung in ONE_TREE:
+    enough = bytes_ >= _uneven_bytes(call, pairs / call.sms, page_size)
+    if may_differ and enough and choice.rung in ONE_TREE:
         return _fastest_by_length(call, pairs, batch_invariant, promised, long=long)
     return choice
+
+
+def _uneven_bytes(call: Call, for_each_sm: float, page_size: int | None) -> float:
+    """Of room for K and V, from which lengths decide: below, equal lengths lose over 1 %."""
+    float32, wide = call.item_size == 4, call.head_dim == 256
+    if float32 and wide and call.rows > ROWS // 4:
+        return math.inf  # compute-bound
+    if page_size:
+        return MANY_UNEVEN_BYTES
+    if wide:
+        return UNEVEN_BYTES_OF_256 if for_each_sm <= HALF and not float32 else MANY_UNEVEN_BYTES
+    few = for_each_sm <= (SOME_SMS if float32 else 1)
+    more = ALMOST_ONE < for_each_sm <= ONE_AND_A_HALF and not float32
+    return UNEVEN_BYTES if few or more else MANY_UNEVEN_BYTES
 
 
 def _fastest_by_length(
@@ -152,7 +164,8 @@ def _fastest_by_length(
     """The fastest where lengths decide: the one whose blocks give all SMs as much to do.
 
     Rung 10 has one pair on an SM after the other. Where pairs are far more than SMs, most of them may be short, and two
-    at a time take less time.
+    at a time take less time. In float32 eight warps compute faster, unless almost each SM has a pair; and they read
+    faster where very few pairs fill all SMs.
     """
     deep, shallow, of_eight_warps, _ = BY_LENGTH
     for_each_sm = pairs / call.sms
@@ -160,7 +173,10 @@ def _fastest_by_length(
         # Keys ahead would take the memory from the blocks before them.
         return Choice(deep)
     if for_each_sm <= 1:
-        if batch_invariant and for_each_sm > MANY_SMS and _has_large_states(call):
+        compute = call.item_size == 4 and not are_on_most_sms(call, pairs, 1)
+        merge = batch_invariant and for_each_sm > MANY_SMS and _has_large_states(call)
+        fill = are_on_most_sms(call, pairs, power_of_two(call.sms // pairs))
+        if compute or merge or (fill and pairs <= SOME_PAIRS):
             return Choice(of_eight_warps)
         return Choice(deep, promised and (long or for_each_sm <= SOME_SMS))
     return Choice(shallow if for_each_sm <= ONE_AND_A_HALF else of_eight_warps, promised)

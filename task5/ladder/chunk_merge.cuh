@@ -75,9 +75,7 @@ DEVICE void merge_parts(const Tile<Shared<D, B_r>::B_c>& tile, Shared<D, B_r>& s
   // use(r, e, merged) gets a thread's columns e + 4 LANES u and the three behind each.
   const auto merge_rows = [&](auto room, auto at_once, int rows, int parts, auto ml_of, auto O_of, auto use) {
     constexpr int N = decltype(room)::value, EACH = decltype(at_once)::value / (N > 1 ? N : 2), MOST = D / 32;
-    constexpr int QUADS = EACH < 1 ? 1 : EACH > MOST ? MOST
-                                                     : EACH,
-                  LANES = D / 4 / QUADS;
+    constexpr int WANTED = EACH < 1 ? 1 : EACH, QUADS = WANTED > MOST ? MOST : WANTED, LANES = D / 4 / QUADS;
     const int e = 4 * (thread % LANES);
 #pragma unroll 1
     for (int r_0 = 0; r_0 < rows; r_0 += CONSUMERS * WARPGROUP / LANES) {

@@ -32,7 +32,8 @@ def h200(monkeypatch):
     )
 
     def query(self, rung, name, blocks=None, tiles=None):
-        fit = (of_eight_warps if rung in OF_EIGHT_WARPS else room).get(blocks)
+        alone = rung in OF_EIGHT_WARPS or self.head_dim == 256  # a block on its SM
+        fit = (of_eight_warps if alone else room).get(blocks)
         most = 32 if rung in IN_16_BITS else 16
         few = self.rows <= 8 and rung not in IN_16_BITS[1:]
         answers = {"rows_of_a_pair": 8 if few else most, "keys_of_a_tile": 64}

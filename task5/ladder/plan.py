@@ -139,8 +139,9 @@ def plan(
             return _in_clusters(
                 call, rung, pairs, *_of_more_rows(call, pairs, kv_len, most), leaves
             )
-        if rung == MORE_ROWS_BY_LENGTH:
-            of_a_cluster = 2 if 2 * pairs <= call.sms and most > 1 else 1
+        few = 2 * pairs <= call.sms
+        if rung == MORE_ROWS_BY_LENGTH or (rung in BY_LENGTH and few):
+            of_a_cluster = 2 if few and most > 1 else 1
             return _by_length(call, rung, batch, pairs // batch, of_a_cluster, kv_len, leaves)
         most = min(most, MOST_BLOCKS)
         sms = call.sms // 2 if every_other_sm else None
@@ -233,13 +234,16 @@ def _in_clusters(
 def _by_length(
     call: Call, rung: int, batch: int, pairs: int, of_a_cluster: int, kv_len: int, chunks: int
 ) -> Plan:
-    """A cluster for each pair, and room for the parts of fewer than these; in rung 12 as many as there is room for."""
+    """A cluster for each pair, or as many as there is room for; and room for the parts of fewer than these.
+
+    Of pairs on more than half of the SMs those without a pair of their own would only be in the next launch's way, but
+    for rung 12.
+    """
     tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
     at_once = call.query(rung, "clusters_at_once", blocks=of_a_cluster, tiles=min(tiles, LONG))
     clusters = batch * pairs
-    if rung == MORE_ROWS_BY_LENGTH:
-        clusters = max(batch, at_once // pairs) * pairs
-    # Elsewhere those without a pair of their own would only be in the next launch's way.
+    if 2 * clusters <= call.sms or rung == MORE_ROWS_BY_LENGTH:
+        clusters = max(batch, min(at_once, call.sms // of_a_cluster) // pairs) * pairs
     at_once = min(at_once, clusters)
     parts = 4 * at_once // 3 + 1  # of clusters with more than three quarters of a share
     floats = parts * call.query(rung, "rows_of_a_pair") * call.head_dim // 4 * 6

@@ -20,7 +20,7 @@ _order = Kernels(__file__, "../../common/tests/kernels/longest_first.cu")
 
 
 class Uneven(Case):
-    """A few long sequences among short ones; or evenly spread lengths, of which none may be cut."""
+    """A few long sequences among short ones; evenly spread lengths, of which none may be cut; or about equal ones."""
 
     WINDOWS = (None, None, None, 1000)
     ROOM = 1500
@@ -29,9 +29,13 @@ class Uneven(Case):
         self.batch, self.kv_heads = r.choice(((2, 2), (3, 3), (5, 2), (33, 1), (70, 1), (128, 1)))
         self.heads, self.q_len = self.kv_heads * r.choice((1, 2, 4, 5)), r.choice((1, 1, 2, 5))
         self.head_dim, self.room = r.choice(head_dims if self.batch < 10 else (64,)), self.ROOM
-        even = r.random() < 0.2
-        self.lengths = [r.randint(0, 400 if even else 40) for _ in range(self.batch)]
-        for b in [] if even else r.sample(range(self.batch), r.randint(1, 1 + self.batch // 16)):
+        spread = r.choices(("few long", "even", "equal"), (14, 4, 2))[0]
+        least, most = {"even": (0, 400), "equal": (380, 400)}.get(spread, (0, 40))
+        if spread == "equal" and self.batch < 10:
+            least, most = self.room - 20, self.room
+        self.lengths = [r.randint(least, most) for _ in range(self.batch)]
+        long = r.randint(1, 1 + self.batch // 16) if spread == "few long" else 0
+        for b in r.sample(range(self.batch), long):
             self.lengths[b] = r.randint(self.room // 2, self.room)
 
 
@@ -55,7 +59,10 @@ class UnevenChunk(Uneven):
 @pytest.mark.parametrize("rung", BY_LENGTH)
 @pytest.mark.parametrize("part", range(2))
 def test_long_sequences_among_short_ones(monkeypatch, part, rung):
-    """Also as on a GPU that holds fewer clusters than there are pairs, or more: then some take several items, or none."""
+    """Also as on a GPU that holds fewer clusters than there are pairs, or more: then some take several items, or none.
+
+    And as on one with many SMs for each pair: then all rungs have more clusters than pairs.
+    """
     query, workspace, scratch = plan.Call.query, call.workspace, []
 
     def watched(device, floats, counters):
@@ -79,7 +86,8 @@ def test_long_sequences_among_short_ones(monkeypatch, part, rung):
         case = of_rung(seed, head_dims=head_dims_of(rung), **given)
         pairs = case.batch * case.kv_heads
         most = (pairs // 2, pairs, 3 * pairs)[i % 3]
-
+        sms = (6, pairs, 8 * pairs)[i // 3 % 3]
+        monkeypatch.setattr(call, "sms_of", lambda device, sms=sms: sms)
         monkeypatch.setattr(plan.Call, "query", partialmethod(few, most))
         plan.plan.cache_clear()
         scratch.clear()

@@ -201,15 +201,23 @@ def test_lengths_that_may_differ_decide(h200):
         return fastest(h200(**{"dtype": 2} | shape), heads, kv_len, lengths=lengths).rung
 
     deep, shallow, of_eight_warps, _ = BY_LENGTH
-    assert rung(16, 65536, 2) == rung(128, 8192, 16) == deep
-    assert rung(64, 8192, 8, dtype=0) == rung(256, 4096, 32, head_dim=256) == deep
+    assert rung(16, 65536, 2) == rung(128, 8192, 16) == rung(9, 99_999, 9) == deep
+    assert rung(256, 4096, 32, head_dim=256) == rung(64, 5000, 8, head_dim=256) == deep
+    assert rung(6, 199_999, 6) == deep
+    assert rung(8, 99_999, 8) == of_eight_warps  # very few pairs that fill all SMs
+    assert rung(64, 8192, 8, dtype=0) == rung(32, 8192, 4, dtype=0) == of_eight_warps
+    assert rung(120, 8192, 15, dtype=0) == deep  # one on almost each SM
     assert rung(144, 8192, 18) == rung(512, 4096, 64) == deep
     assert rung(160, 8192, 20) == rung(208, 8192, 26) == rung(192, 4096, 24, dtype=0) == shallow
     assert rung(104, 16384, 13) == deep
     assert rung(256, 4096, 32) == rung(256, 4096, 128) == rung(224, 8192, 28) == of_eight_warps
     assert rung(64, 8192, 8) == deep and rung(160, 4096, 20) == shallow
     few = rung(64, 7000, 8), rung(256, 2048, 32), rung(64, 4096, 8, dtype=0), rung(4, 99_999, 4)
-    few += (rung(140, 4096, 20),)
+    few += rung(140, 4096, 20), rung(68, 4500, 17, head_dim=256), rung(64, 4096, 8, head_dim=256)
+    few += (
+        rung(32, 4096, 4, dtype=0, head_dim=256),
+        rung(7, 99_999, 7, dtype=0, head_dim=256, rows=8),
+    )
     assert not {rung(256, 4096, 1), rung(1032, 4096, 129), *few} & set(BY_LENGTH)
     assert rung(64, 8192, 8, rows=33) == rung(8, 32768, 8, rows=32) == MORE_ROWS_BY_LENGTH
     assert rung(64, 8192, 1, rows=33) == rung(8, 16384, 8, rows=32) == MORE_ROWS

@@ -141,6 +141,24 @@ def test_more_rows_by_length_have_more_clusters_than_pairs(h200):
     assert work(64, 8) == (512, 132)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_few_pairs_by_length_have_clusters_of_two_on_all_sms(h200, head_dim):
+    """Also where clusters of more blocks do not all fit."""
+    for rung in BY_LENGTH[: 3 if head_dim <= 128 else 1]:
+        for batch, kv_heads, clusters in (
+            (8, 1, 66),
+            (2, 8, 64),
+            (4, 8, 64),
+            (9, 4, 64),
+            (66, 1, 66),
+        ):
+            work = plan(h200(dtype=2, head_dim=head_dim), batch, kv_heads, 65536, False, rung)
+            assert (work.blocks, work.slots) == (clusters * 2, clusters)
+            assert work.counters == batch * kv_heads * 2 + 1
+        alone = plan(h200(dtype=2, head_dim=head_dim), 67, 1, 65536, False, rung)
+        assert (alone.blocks, alone.slots) == (67, 67)
+
+
 def test_two_blocks_share_an_sm_where_lengths_decide(h200):
     """Of few keys one, and where only some SMs would have a second one."""
     deep = BY_LENGTH[0]
@@ -183,8 +201,6 @@ def test_where_lengths_decide_a_grid_has_a_cluster_for_each_pair(h200):
     few = plan(call, 16, 8, 8192, False, deep)  # clusters of two, no more of them than pairs
     assert (few.blocks, few.slots) == (128 * 2, 128) and few.counters == 128 * 2 + 1
     assert plan(call, 12, 8, 8192, False, deep).blocks == 96
-    long = plan(call, 2, 8, 131072, False, deep)  # of eight blocks
-    assert (long.blocks, long.slots) == (2 * 8 * 8, 16)
     for rung, at_once in ((shallow, 396), (of_eight_warps, 132)):
         work = plan(call, 64, 8, 4096, False, rung)
         assert (work.rung, work.blocks, work.slots) == (rung, 64 * 8, at_once)
