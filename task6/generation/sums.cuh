@@ -62,6 +62,43 @@ struct TensorCores {
   }
 };
 
+// Of 9 to 16 rows: x as the 16 rows, weights as the 8 columns. Half as many products as with weights as the rows, and
+// half as many loads of x. Again a lane's neighbours in k stand where a fragment has those of two steps.
+template <typename T>
+struct TensorCores<T, 16> {
+  static constexpr int UNITS = MOST_UNITS;
+  float sum[UNITS][4];
+
+  DEVICE void start() {
+#pragma unroll
+    for (auto& s : sum) s[0] = s[1] = s[2] = s[3] = 0.0f;
+  }
+  template <int FIRST, int LAST>
+  DEVICE void add(const uint8_t (*x)[64], const uint4 (&w)[UNITS]) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const uint4 a = *reinterpret_cast<const uint4*>(x[g] + 16 * t);
+    const uint4 b = *reinterpret_cast<const uint4*>(x[g + 8] + 16 * t);
+#pragma unroll
+    for (int u = FIRST; u < LAST; ++u) {
+      mma_m16n8k16<T>(sum[u], {a.x, b.x, a.y, b.y}, {w[u].x, w[u].y}, sum[u]);
+      mma_m16n8k16<T>(sum[u], {a.z, b.z, a.w, b.w}, {w[u].z, w[u].w}, sum[u]);
+    }
+  }
+  DEVICE void move(int from, int to) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) sum[to][n] += sum[from][n];
+  }
+  // Column n is the row of the unit that row_of_lane() says of lane 4 n.
+  DEVICE void put(float (*part)[UNITS * UNIT + 1]) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) part[g + n / 2 * 8][UNIT * u + n % 2 * 4 + t] = sum[u][n];
+    }
+  }
+};
+
 // In fp32, on CUDA cores: row g of each unit with all rows of x.
 template <int X_ROWS, int UNITS_ = MOST_UNITS>
 struct CudaCores {
