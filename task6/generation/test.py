@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from common.memory import NotEnoughMemory
-from common.tests.devices import of_gpus_hopper
-from task6.generation import CONFIGS, Config, Decoder, Weights, find_config
+from common.tests.devices import HOPPER, of_gpus_hopper
+from task6.generation import CONFIGS, Config, Decoder, Weights, elementwise, find_config
 from task6.generation.elementwise import add_rms_norm, swiglu
 from task6.generation.parallel import Group
 from task6.generation.peers import llama
@@ -52,12 +52,13 @@ def test_the_largest_logit(columns):
         assert torch.equal(out, x.argmax(-1, keepdim=True))
 
 
+@pytest.mark.parametrize("batch", [2, 11])  # 11: of 16 bits norms are apart
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_products_give_the_same_tokens(dtype):
+def test_fused_products_give_the_same_tokens(dtype, batch):
     torch.manual_seed(2)
     model = customModel(64, 1, 1, 30, 12, device=DEVICE, dtype=dtype)
-    prompt, weights = torch.randint(30, (2, 4), device=DEVICE), Weights.of(model)
-    plainly, fused = (Decoder(weights, 2, 12, fused=fused) for fused in (False, True))
+    prompt, weights = torch.randint(30, (batch, 4), device=DEVICE), Weights.of(model)
+    plainly, fused = (Decoder(weights, batch, 12, fused=fused) for fused in (False, True))
     assert torch.equal(fused.generate(prompt, 5), plainly.generate(prompt, 5))
     torch.testing.assert_close(
         fused.logits, plainly.logits, atol=2**-4 if dtype == torch.bfloat16 else 1e-4, rtol=0
@@ -91,10 +92,10 @@ def test_grouped_heads_equal_transformers_llama(tied, persistent):
     torch.testing.assert_close(decoder.logits, logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize(
-    "persistent", [False, pytest.param(True, marks=of_gpus_hopper)], ids=["launches", "one launch"]
-)
+    ("batch", "persistent"),
+    [(1, False), (4, False), (11, False)] + [pytest.param(n, True, marks=of_gpus_hopper) for n in (1, 4)],
+)  # fmt: skip
 def test_bfloat16_loses_no_more_than_the_plain_model(batch, persistent):
     usual, ours = [0.0, 0.0], [0.0, 0.0]  # of the prompt, and of a step
     for seed in range(80 // batch):  # one model's error is one draw
@@ -171,7 +172,12 @@ def test_what_does_not_fit_is_not_allocated(monkeypatch):
 
 @pytest.mark.parametrize("begin, n", [(48, 600), (50, 600), (48, 257)], ids=["16 bytes", "", "odd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_norm_and_swiglu(dtype, begin, n):
+@pytest.mark.parametrize("hopper", [False, True])
+def test_norm_and_swiglu(dtype, begin, n, hopper, monkeypatch):
+    """With Hopper's norm or the other one. The CPU runs both."""
+    if DEVICE == "cuda" and hopper and not HOPPER:
+        pytest.skip("of GPUs, needs a Hopper")
+    monkeypatch.setattr(elementwise, "is_hopper", lambda device: hopper)
     x, delta = torch.randn(2, 5, 720, device=DEVICE).to(dtype).unbind()
     weight = torch.randn(n, device=DEVICE).to(dtype)
     x, delta = x[:, begin : begin + n], delta[:, :n]  # rows with a stride
