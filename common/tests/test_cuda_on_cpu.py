@@ -169,12 +169,12 @@ def test_globals_and_host_api(mode):
 
 
 def test_intrinsics():
-    f, i = torch.zeros(15), torch.zeros(15, dtype=torch.int32)
+    f, i = torch.zeros(15), torch.zeros(16, dtype=torch.int32)
     _kernels.launch("run_intrinsics", f=f, i=i)
     expected = [math.exp(1.5), 8, 0.25, 0.25, 10, 0.125, 2, 1, 2, 1, 1, 3, 0, 32, 2.5]
     assert torch.allclose(f, torch.tensor(expected))
     assert i.tolist() == [
-        8, 31, 32, 4, -(2**31), 0x3F800000, 2, 3, 0x77552200, 2, 2, 3, 4, 64, 1,
+        8, 31, 32, 4, -(2**31), 0x3F800000, 2, 3, 0x77552200, 2, 2, 3, 4, 64, 1, 0x30005,
     ]  # fmt: skip
 
 

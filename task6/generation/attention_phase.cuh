@@ -130,7 +130,7 @@ DEVICE void append_later(const Model& m, const int* lengths, int layer, unsigned
 }
 
 // The last block of a pair to come merges its parts, which are words: the others are written, or on their way.
-template <bool TAGGED, typename T, int D>
+template <Arrival ARRIVAL, typename T, int D>
 DEVICE void merge(const Model& m, const Item<T, D>& item, unsigned tag) {
   constexpr int AT_A_TIME = 4;  // parts
   const Word<float>* partial_ml = m.partial_ml<D>();
@@ -170,14 +170,13 @@ DEVICE void merge(const Model& m, const Item<T, D>& item, unsigned tag) {
     if (threadIdx.x % 4 > 0) continue;
     const int64_t out = (int64_t(item.b) * m.heads + item.head) * D + 4 * n;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) leave<TAGGED>(m.o, out + e, from_float<T>(all.O[e] / all.l), tag);
+    for (int e = 0; e < 4; ++e) leave<ARRIVAL>(m.o, out + e, from_float<T>(all.O[e] / all.l), tag);
   }
 }
 
 template <typename T, int X_ROWS, int D>
 DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS, D>& mem, Stage& stage,
                    const Grid& grid) {
-  constexpr bool WORDS = TAGGED<X_ROWS>;
   constexpr int VECTORS = Newest<T, D>::VECTORS;
   using Attention = AttentionOf<T, D>;
 
@@ -217,8 +216,8 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
         all.add(ml.x, ml.y, {mem.parts.O[part][h][column]});
       }
       if (item.splits == 1) {
-        leave<WORDS>(m.o, (int64_t(item.b) * m.heads + item.head) * D + n, from_float<T>(all.O[0] / all.l),
-                     grid.tag_written());
+        leave<ARRIVAL<X_ROWS>>(m.o, (int64_t(item.b) * m.heads + item.head) * D + n, from_float<T>(all.O[0] / all.l),
+                               grid.tag_written());
       } else {
         const int64_t slot = int64_t(i) * m.shared_by + h;
         put_word(&m.partial[slot * D + column], all.O[0], grid.tag_written());
@@ -234,6 +233,6 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
       if (mem.last && layer == m.layer_count - 1) *counter = 0;  // for the next step
     }
     meet();
-    if (mem.last) merge<WORDS>(m, item, grid.tag_written());
+    if (mem.last) merge<ARRIVAL<X_ROWS>>(m, item, grid.tag_written());
   }
 }

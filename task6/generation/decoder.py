@@ -204,7 +204,7 @@ class Decoder:
         """
         w, eps = self.weights, self.config.eps
         apart = x.shape[0] > ROWS_WITH_NORM and x.element_size() == 2
-        normed = torch.empty_like(x)
+        normed = torch.empty_like(x) if apart else None
 
         def of_norm(weight: Tensor, w: Tensor, activation: str | None = None) -> Tensor:
             if apart:

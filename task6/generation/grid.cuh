@@ -39,20 +39,21 @@ struct Grid {
   int64_t* clocks;  // or null
   unsigned before;  // phases of all steps before
   int phases = 0;
+  bool fenced = false;  // the meeting that comes next
 
   // Of what the phase before has left, and of what this one leaves.
   DEVICE unsigned tag_read() const { return before + phases; }
   DEVICE unsigned tag_written() const { return before + phases + 1; }
 
-  // To the end of a phase. release: and who waits with `acquire` has what this block did before it.
-  DEVICE void come(bool release) {
+  // To the end of a phase. fence: who has waited for all sees what this block did before it.
+  DEVICE void come(bool fence) {
     meet();
-    ++phases;
-    if (threadIdx.x == 0) add_to_counter(came, 1, release);
+    ++phases, fenced = fence;
+    if (threadIdx.x == 0) add_to_counter(came, 1, fence);
   }
-  DEVICE void wait_for_all(bool acquire) {
+  DEVICE void wait_for_all() {
     if (threadIdx.x == 0) {
-      while (load_counter(came, acquire) < phases * int(gridDim.x)) {
+      while (load_counter(came, fenced) < phases * int(gridDim.x)) {
       }
     }
     meet();

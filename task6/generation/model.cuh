@@ -9,9 +9,9 @@
 
 constexpr int IN_FLIGHT = 2;  // stages, before their phase: x and the counters would queue behind more
 constexpr int IN_L2 = 6;      // stages: half of it, of all blocks
-// Whether x, o and inner are words with tags; qkv is.
+// Of x, o and inner; that of qkv is by tag.
 template <int X_ROWS>
-constexpr bool TAGGED = X_ROWS == 1;
+constexpr Arrival ARRIVAL = X_ROWS == 1 ? Arrival::BY_TAG : Arrival::BY_VALUE;
 // Of x in shared memory. Of one row there are no more, or six stages would not fit.
 template <int X_ROWS>
 constexpr int X_PIECES = X_ROWS == 1 ? 12 : X_ROWS <= 4 ? 8
@@ -45,7 +45,8 @@ struct Model {
   const CUtensorMap* maps;                                           // of the layers' qkv, o, up and down, and of head
   const void *embedding, *positions, *norm, *head_sums, *head_bias;  // positions: null with RoPE
   const float *cos, *sin;                                            // (max_seq, head_dim / 2), or null
-  void *x, *qkv, *o, *inner, *logits;
+  void *x[2], *within, *inner;  // x before layers of even and of odd numbers, and within each
+  void *qkv, *o, *logits;
   CUtensorMap k_map, v_map;
   void *k_cache, *v_cache;   // (layer_stride layers, max_seq, kv_heads, head_dim): sequence b of a layer is row
   int layer_stride;          // layer_stride layer + b
@@ -79,16 +80,17 @@ struct Model {
     p.rows = rows, p.N = shape.N, p.K = shape.K, p.units = shape.units, p.per_stage = shape.per_stage;
     p.pieces = shape.pieces, p.eps = eps;
     p.x_stride = shape.K, p.out_stride = p.residual_stride = shape.N;
-    if (which == QKV) p.x = x, p.norm = l.norm_1, p.row_sums = l.qkv_sums, p.bias = l.qkv_bias;
+    void *before = x[i % 2], *behind = x[(i + 1) % 2];
+    if (which == QKV) p.x = before, p.norm = l.norm_1, p.row_sums = l.qkv_sums, p.bias = l.qkv_bias;
     if (which == QKV) p.out = qkv;
-    if (which == O) p.x = o, p.bias = l.o_bias, p.residual = p.out = x;
+    if (which == O) p.x = o, p.bias = l.o_bias, p.residual = before, p.out = within;
     if (which == UP) {
-      p.x = x, p.norm = l.norm_2, p.row_sums = l.up_sums, p.bias = l.up_bias, p.out = inner;
+      p.x = within, p.norm = l.norm_2, p.row_sums = l.up_sums, p.bias = l.up_bias, p.out = inner;
       p.activation = activation;
       if (activation == SWIGLU) p.out_stride = shape.N / 2;
     }
-    if (which == DOWN) p.x = inner, p.bias = l.down_bias, p.residual = p.out = x;
-    if (which == HEAD) p.x = x, p.norm = norm, p.row_sums = head_sums, p.bias = head_bias, p.out = logits;
+    if (which == DOWN) p.x = inner, p.bias = l.down_bias, p.residual = within, p.out = behind;
+    if (which == HEAD) p.x = before, p.norm = norm, p.row_sums = head_sums, p.bias = head_bias, p.out = logits;
     return p;
   }
 };

@@ -13,9 +13,11 @@
 // keys of a kv head, and the last block of a kv head to come merges their parts.
 //
 // What blocks leave for each other has to be visible when it is read. For a meeting that would be a fence in each,
-// which takes longer while weights stream. q, k and v are words with tags instead (words.cuh), of which a block needs
-// those of a few others. Of one row all results are, and a meeting says when to look. Of more rows they would be twice
-// as many bytes, for all blocks to read.
+// which takes longer while weights stream. So most meetings say only when to look (words.cuh). q, k and v are words
+// with tags, of which a block needs those of a few others, and of one row all results are. Of more rows they would be
+// twice as many bytes for all blocks to read, so x and inner are known by value. A layer empties their places first,
+// when all blocks have read what the layer before left there; the meeting after attention is fenced, ahead of the next
+// results.
 //
 // Several GPUs have heads and columns of the MLP each. o and down are sums over all of them then: each GPU sends its
 // part of a value to the others as soon as it has it, and adds theirs.
@@ -30,14 +32,14 @@
 // ---- The phases that are no products
 
 // A block has those columns of x that it adds o and down to: it reads them again itself.
-template <typename T, bool TAGGED>
+template <Arrival ARRIVAL, typename T>
 DEVICE void embed(const Model& m, Units own, unsigned tag) {
   const int first = own.first * UNIT, last = min(own.last * UNIT, m.hidden);
   for (int row = 0; row < m.rows; ++row) {
     for (int n = first + threadIdx.x; n < last; n += COMPUTE) {
       float value = to_float(static_cast<const T*>(m.embedding)[m.tokens[row] * m.hidden + n]);
       if (m.positions) value += to_float(static_cast<const T*>(m.positions)[int64_t(m.lengths[row]) * m.hidden + n]);
-      leave<TAGGED>(m.x, int64_t(row) * m.hidden + n, from_float<T>(value), tag);
+      leave<ARRIVAL>(m.x[0], int64_t(row) * m.hidden + n, from_float<T>(value), tag);
     }
   }
 }
@@ -48,21 +50,29 @@ DEVICE unsigned long long rank_of(float logit, int column) {
   return uint64_t(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | ~unsigned(column);
 }
 
+// What layer i leaves after attention has these places: x within it, inner, and x behind it, which are neighbours.
+template <typename T>
+DEVICE void empty_places(const Model& m, int i) {
+  const int vectors = m.rows * (2 * m.hidden + m.shapes[DOWN].K) / int(16 / sizeof(T));
+  uint4* places = static_cast<uint4*>(i % 2 ? m.x[0] : m.within);  // m.x[1] is behind inner
+  const int first = (threadIdx.x / 8 * gridDim.x + blockIdx.x) * 8 + threadIdx.x % 8;  // whole lines of each block
+  for (int n = first; n < vectors; n += COMPUTE * gridDim.x) places[n] = make_uint4(~0u, ~0u, ~0u, ~0u);
+}
+
 template <typename T, int X_ROWS, int D, typename Math>
 DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage) {
-  constexpr bool WORDS = TAGGED<X_ROWS>;
-  // With several sets attention's meeting is fenced too: their tiles have the place where a block of one appends.
-  const bool ordered = !WORDS || m.sets > 1;
+  constexpr bool BY_VALUE = ARRIVAL<X_ROWS> == Arrival::BY_VALUE;
   Grid grid = {&m.counters[CAME * APART], m.clocks,
                unsigned(m.counters[BEFORE * APART]) * (5 * m.layer_count + 1)};
   grid.look_at_the_clock();
   if (threadIdx.x < X_ROWS) mem.best[threadIdx.x] = 0;
-  embed<T, WORDS>(m, mem.own[O], grid.tag_written());
-  grid.come(!WORDS);
+  embed<ARRIVAL<X_ROWS>, T>(m, mem.own[O], grid.tag_written());
+  grid.come(BY_VALUE);
   for (int i = 0, which = QKV;; which < DOWN ? ++which : (++i, which = i < m.layer_count ? QKV : HEAD)) {
     const Product p = m.product(mem.layers[i], i, which, mem.own[which], grid.tag_read());
-    Share<T, X_ROWS, Math, MOST_UNITS, X_PIECES<X_ROWS>, WORDS> share(p, mem.ring, mem.x, stage);
-    grid.wait_for_all(ordered);
+    Share<T, X_ROWS, Math, MOST_UNITS, X_PIECES<X_ROWS>, ARRIVAL<X_ROWS>> share(p, mem.ring, mem.x, stage);
+    grid.wait_for_all();
+    if (BY_VALUE && which == QKV) empty_places<T>(m, i);
     if (threadIdx.x == 0) poke(&mem.ring.phase, grid.phases);
     share.compute(
         [&](int row, int column, float sum) {
@@ -71,21 +81,21 @@ DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage)
         },
         [&](int row, int column, T value) {
           const int64_t i = row * p.out_stride + column;
-          if (which == QKV) return leave<true>(p.out, i, value, grid.tag_written());
-          if (which < HEAD) return leave<WORDS>(p.out, i, value, grid.tag_written());
+          if (which == QKV) return leave<Arrival::BY_TAG>(p.out, i, value, grid.tag_written());
+          if (which < HEAD) return leave<ARRIVAL<X_ROWS>>(p.out, i, value, grid.tag_written());
           put(p, row, column, value);
           const unsigned long long rank = rank_of(to_float(value), m.rank * p.N + column);
           if (rank > peek(&mem.best[row])) atomicMax(&mem.best[row], rank);
         });
     if (which == HEAD) break;
-    grid.come(!WORDS && which != QKV);
+    grid.come(false);
     // Since q, k and v were left, attention and o have been, and this phase.
     if (which == UP && m.sets > 1) append_later<T, D>(m, mem.lengths, i, grid.tag_read() - 3);
     if (which > QKV) continue;
     const Item<T, D> item(m, mem.lengths, min(int(blockIdx.x), m.items() - 1));
     grid.look_at_the_clock();  // q, k and v are looked for at once: a block needs those of a few others only
     attend<T>(m, i, item, mem, stage, grid);
-    grid.come(ordered);
+    grid.come(BY_VALUE || m.sets > 1);  // several sets' tiles have the place where a block of one appends
   }
   meet();  // the block's best are known
   ++grid.phases, grid.look_at_the_clock();
@@ -228,27 +238,30 @@ extern "C" cudaError_t map_weights(View w, void* map, int dtype, cudaStream_t st
 
 // layers: (layers, 8) addresses in the order of Layer; maps: (4 layers + 1, 128) bytes, by map_weights(); k_cache,
 // v_cache: the first layer's (batch, max_seq, kv_heads, head_dim), and the next layer's layer_stride sequences behind
-// it; blocks: no more than fit at once, one on each SM; inboxes: the addresses of all GPUs' inboxes, as this one sees
-// them, or null for one GPU; bytes_per_cycle: of the memory, in cycles of the SMs.
+// it; x_even, x_within, inner, x_odd: (batch, columns), one behind the other; blocks: no more than fit at once, one on
+// each SM; inboxes: the addresses of all GPUs' inboxes, as this one sees them, or null for one GPU; bytes_per_cycle: of
+// the memory, in cycles of the SMs.
 extern "C" cudaError_t step(const void* layers, const void* maps, int layer_count, View embedding,
                             const void* positions, const void* norm, View head, const void* head_sums,
-                            const void* head_bias, const float* cos, const float* sin, View x, View qkv, View o,
-                            View inner, void* logits, void* partial, void* best, int* counters, int* lengths,
-                            int64_t* tokens, int64_t* clocks, View k_cache, View v_cache, int layer_stride,
-                            const void* inboxes, int rank, int gpus, int heads, int activation, int splits, float eps,
-                            float scale, float bytes_per_cycle, int blocks, int dtype, cudaStream_t stream) {
+                            const void* head_bias, const float* cos, const float* sin, View x_even, View x_within,
+                            View inner, View x_odd, View qkv, View o, void* logits, void* partial, void* best,
+                            int* counters, int* lengths, int64_t* tokens, int64_t* clocks, View k_cache, View v_cache,
+                            int layer_stride, const void* inboxes, int rank, int gpus, int heads, int activation,
+                            int splits, float eps, float scale, float bytes_per_cycle, int blocks, int dtype,
+                            cudaStream_t stream) {
   Model m = {};
   m.layers = static_cast<const Layer*>(layers), m.layer_count = layer_count;
   m.maps = static_cast<const CUtensorMap*>(maps);
   m.embedding = embedding.data, m.positions = positions, m.norm = norm;
   m.head_sums = head_sums, m.head_bias = head_bias, m.cos = cos, m.sin = sin;
-  m.x = x.data, m.qkv = qkv.data, m.o = o.data, m.inner = inner.data, m.logits = logits;
+  m.x[0] = x_even.data, m.within = x_within.data, m.inner = inner.data, m.x[1] = x_odd.data;
+  m.qkv = qkv.data, m.o = o.data, m.logits = logits;
   m.partial = static_cast<Word<float>*>(partial);
   m.best = static_cast<unsigned long long*>(best), m.counters = counters, m.lengths = lengths, m.tokens = tokens,
   m.clocks = clocks;
   m.inboxes = static_cast<uint64_t* const*>(inboxes), m.rank = rank, m.gpus = gpus;
   m.k_cache = k_cache.data, m.v_cache = v_cache.data, m.layer_stride = layer_stride;
-  m.rows = x.sizes[0], m.hidden = x.sizes[1], m.max_seq = k_cache.sizes[1];
+  m.rows = x_even.sizes[0], m.hidden = x_even.sizes[1], m.max_seq = k_cache.sizes[1];
   m.heads = heads, m.kv_heads = k_cache.sizes[2];
   const int group = heads / m.kv_heads, head_dim = k_cache.sizes[3];
   m.shared_by = min(group, MOST_HEADS), m.sets = ceil_div(group, MOST_HEADS);

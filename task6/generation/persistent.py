@@ -202,12 +202,18 @@ class PersistentStep:
             """Of results: some have a tag beside each, and no place has one that is written to it first."""
             return torch.zeros(rows, columns, *(2,) * tagged, **place)
 
+        # Three neighbours of these are a range to the kernel.
+        widths = dict(x_even=hidden, x_within=hidden, inner=wide, x_odd=hidden)
+        parts = torch.split(
+            buffer(sum(widths.values())).flatten(0, 1), [rows * n for n in widths.values()]
+        )
+        places = {n: t.unflatten(0, (rows, -1)) for n, t in zip(widths, parts, strict=True)}
+
         self.arguments = dict(
             layers=torch.tensor(addresses, device=lengths.device), maps=maps, layer_count=len(model.layers),
             embedding=model.embedding, positions=model.positions, norm=model.norm, head=model.head,
             head_sums=model.head_sums, head_bias=model.head_bias, cos=model.cos, sin=model.sin,
-            x=buffer(hidden), qkv=buffer(first["qkv"].shape[0], tagged=True), o=buffer(model.heads * head_dim),
-            inner=buffer(wide), logits=logits,
+            **places, qkv=buffer(first["qkv"].shape[0], tagged=True), o=buffer(model.heads * head_dim), logits=logits,
             partial=torch.zeros(pairs * splits * shared_by * (head_dim + 2), 2, device=lengths.device),
             best=torch.zeros(rows, dtype=torch.int64, device=lengths.device),
             counters=torch.zeros(COUNTERS + pairs, dtype=torch.int32, device=lengths.device), lengths=lengths,

@@ -21,10 +21,11 @@ struct Place {
 };
 
 // The block's units of a product, some in each pass. Made before x is there: what does not depend on it is found and
-// loaded. MOST_PIECES: of a row in a stage; X_PIECES: of x, that there is room for; TAGGED: x and the residual are
-// words with tags.
-template <typename T, int X_ROWS, typename Math, int MOST_PIECES, int X_PIECES, bool TAGGED = false>
+// loaded. MOST_PIECES: of a row in a stage; X_PIECES: of x, that there is room for; ARRIVAL: of x, and if by tag, the
+// residual is words too.
+template <typename T, int X_ROWS, typename Math, int MOST_PIECES, int X_PIECES, Arrival ARRIVAL = Arrival::FENCED>
 struct Share {
+  static constexpr bool TAGGED = ARRIVAL == Arrival::BY_TAG;
   static_assert(MOST_PIECES == 1 || (MOST_PIECES == MOST_UNITS && Math::UNITS == MOST_UNITS), "in a stage");
   static constexpr int CHUNK = BYTES / sizeof(T);
   const Product& p;
@@ -33,7 +34,7 @@ struct Share {
   int first = p.own.first, last = p.own.last, pass = 0;  // units
   Place place = Place(p, thread(), first, max(1, units(first)));
   Beside<T> beside = {};
-  std::conditional_t<TAGGED, XWords<T, X_PIECES>, XCopies<T, X_ROWS, X_PIECES>> x;
+  std::conditional_t<TAGGED, XWords<T, X_PIECES>, XCopies<T, X_ROWS, X_PIECES, ARRIVAL == Arrival::BY_VALUE>> x;
 
   DEVICE Share(const Product& p, Shared<X_ROWS>& mem, XMemory<X_ROWS, X_PIECES>& x_memory, Stage& stage)
       : p(p), mem(mem), stage(stage), x(p, x_memory, ceil_div(last - first, p.per_stage)) {

@@ -26,7 +26,7 @@ def random_case(r):
     """A config, dtype, batch and length of prompts."""
     kv_heads, group = r.choice((1, 2, 8)), r.choice((1, 2, 3, 4, 8))
     config = Config(
-        2, 64 * r.choice((1, 5, 32 if DEVICE == "cuda" else 17)), kv_heads * group, kv_heads, r.choice((64, 128)), 64 * r.choice((3, 16)),
+        r.randint(1, 3), 64 * r.choice((1, 5, 32 if DEVICE == "cuda" else 17)), kv_heads * group, kv_heads, r.choice((64, 128)), 64 * r.choice((3, 16)),
         r.choice((100, 5001)), tied=r.random() < 0.5,
     )  # fmt: skip
     dtype = r.choice((torch.float32, torch.float16, torch.bfloat16))
@@ -74,22 +74,42 @@ def test_float32_tokens_are_the_decoders():
     DEVICE == "cpu", reason="there a meeting makes all results visible, with or without tags"
 )
 @pytest.mark.parametrize(
-    "config, dtype",
+    "config, dtype, batch",
     [
-        (Config(12, 768, 12, 12, 64, 1536, 5000), torch.float32),
-        (Config(8, 2048, 32, 8, 64, 8192, 5000), torch.bfloat16),
+        (Config(12, 768, 12, 12, 64, 1536, 5000), torch.float32, 1),
+        (Config(8, 2048, 32, 8, 64, 8192, 5000), torch.bfloat16, 1),
+        (Config(12, 768, 12, 12, 64, 1536, 5000), torch.float32, 7),
+        (Config(7, 2048, 32, 8, 64, 8192, 5000), torch.bfloat16, 4),
     ],
 )
-def test_the_same_text_each_time(config, dtype):
-    """Of one sequence: a result that is read too early gives another one, sooner or later."""
+def test_the_same_text_each_time(config, dtype, batch):
+    """A result that is read too early gives another one, sooner or later."""
     torch.manual_seed(new_seed())
     decoder = Decoder(
-        Weights.random(config, device=torch.device(DEVICE), dtype=dtype), 1, 600, persistent=True
+        Weights.random(config, device=torch.device(DEVICE), dtype=dtype),
+        batch,
+        600,
+        persistent=True,
     )
-    prompt = torch.randint(config.vocab, (1, 300), device=DEVICE)
+    prompt = torch.randint(config.vocab, (batch, 300), device=DEVICE)
     first = decoder.generate(prompt, 250).clone()
     for _ in range(29):
         assert torch.equal(decoder.generate(prompt, 250), first)
+
+
+@of_gpus_hopper
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_result_that_looks_like_an_empty_place(dtype):
+    """A NaN with all bits set, as those of some embeddings: nobody waits for another value there."""
+    config = Config(1, 128, 2, 1, 64, 192, 100)
+    weights = Weights.random(config, device=torch.device(DEVICE), dtype=dtype)
+    integers = torch.int32 if dtype == torch.float32 else torch.int16
+    weights.embedding.view(integers)[7] = -1
+    decoder = Decoder(weights, 2, 9, persistent=True)
+    decoder.prefill(torch.randint(7, (2, 3), device=DEVICE))
+    decoder.tokens.copy_(torch.tensor([[7], [3]]))
+    decoder.step()
+    assert decoder.logits[0].isnan().all() and decoder.logits[1].isfinite().all()
 
 
 @of_gpus_hopper

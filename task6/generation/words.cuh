@@ -1,6 +1,9 @@
-// Results that blocks leave for each other within a launch, with no fence: beside each value is a tag, in the same
-// word, which its place did not have before. A word comes as a whole, so who needs a value looks at its place until the
-// tag is there. The place may be another GPU's memory.
+// Results that blocks leave for each other within a launch, with no fence. Who needs one looks at its place until it is
+// there, and knows so
+//   by a tag    beside the value, in the same word, which its place did not have before: a word comes as a whole. The
+//               place may be another GPU's memory
+//   by value    as places are emptied: all bits set are a NaN that no result is. It takes no room, but a fence between
+//               emptying and the next results
 #pragma once
 #include <cuda_runtime.h>
 
@@ -10,6 +13,10 @@
 #ifndef DEVICE
 #define DEVICE __device__ __forceinline__
 #endif
+
+enum class Arrival { FENCED,  // by a meeting, or a launch, that makes all results visible
+                     BY_VALUE,
+                     BY_TAG };
 
 template <typename T>
 using Word = std::conditional_t<sizeof(T) == 2, uint32_t, uint64_t>;  // the value in the lower half
@@ -35,11 +42,51 @@ DEVICE void put_word(Word<T>* to, T value, unsigned tag) {
 #endif
 }
 
-// A result, with its tag if it has one.
-template <bool TAGGED, typename T>
+// To a place that is empty.
+template <typename T>
+DEVICE void put_value(T* to, T value) {
+  Bits<T> x = {value};
+  using Whole = decltype(x.bits);
+  if (x.bits == Whole(~0u)) x.bits ^= 1;  // another NaN
+#ifdef __CUDACC__
+  if constexpr (sizeof(T) == 2) {
+    asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(to), "h"(x.bits) : "memory");
+  } else {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(x.bits) : "memory");
+  }
+#else
+  __atomic_store_n(reinterpret_cast<Whole*>(to), x.bits, __ATOMIC_RELAXED);
+#endif
+}
+// Whether one of these results is not there yet.
+template <typename T>
+DEVICE bool some_empty(const uint4& x) {
+  const auto most = [](uint32_t a, uint32_t b) { return sizeof(T) == 2 ? __vmaxu2(a, b) : max(a, b); };
+  const uint32_t all = most(most(x.x, x.y), most(x.z, x.w));
+  return sizeof(T) == 2 ? all >= 0xffff0000 || all << 16 >= 0xffff0000 : all == ~0u;
+}
+// 16 bytes of results as they are now; each of them comes as a whole.
+DEVICE uint4 look_at(const void* from) {
+  uint4 x;
+#ifdef __CUDACC__
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from) : "memory");
+#else
+  cuda_on_cpu::yield();  // to the threads that it waits for
+  const auto* words = static_cast<const uint32_t*>(from);
+  x.x = __atomic_load_n(words, __ATOMIC_RELAXED), x.y = __atomic_load_n(words + 1, __ATOMIC_RELAXED);
+  x.z = __atomic_load_n(words + 2, __ATOMIC_RELAXED), x.w = __atomic_load_n(words + 3, __ATOMIC_RELAXED);
+#endif
+  return x;
+}
+
+// A result, for those who know of it as ARRIVAL says.
+template <Arrival ARRIVAL, typename T>
 DEVICE void leave(void* to, int64_t i, T value, unsigned tag) {
-  if constexpr (TAGGED) {
+  if constexpr (ARRIVAL == Arrival::BY_TAG) {
     put_word(static_cast<Word<T>*>(to) + i, value, tag);
+  } else if constexpr (ARRIVAL == Arrival::BY_VALUE) {
+    put_value(static_cast<T*>(to) + i, value);
   } else {
     static_cast<T*>(to)[i] = value;
   }

@@ -22,8 +22,8 @@ DEVICE void go_round(int& k, int first, int K) {
   if (k - first >= K) k = first;
 }
 
-// In copies. A lane asks for 16 bytes of every fourth row of a piece.
-template <typename T, int X_ROWS, int PIECES>
+// In copies. A lane asks for 16 bytes of every fourth row of a piece. BY_VALUE: of what was not there yet, again.
+template <typename T, int X_ROWS, int PIECES, bool BY_VALUE>
 struct XCopies {
   static constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / (WARPS * STEPS), GROUPS = ceil_div(X_ROWS, 4);
   static constexpr bool EACH_PIECE = true;  // is scaled by itself
@@ -88,17 +88,38 @@ struct XCopies {
   DEVICE void scale_next(const Product& p) {
     if (taken >= fresh) return;
     cp_async_wait<PIECES - 2>();
+    const bool look = BY_VALUE && taken < pieces;  // what has been there once stays
+    if (!look && !p.norm) return;
+    uint4* of_row[GROUPS];
+    uint4 x[GROUPS];
+#pragma unroll
+    for (int i = 0; i < GROUPS; ++i) {
+      of_row[i] = reinterpret_cast<uint4*>(place(at + 1 == size ? 0 : at + 1, min(row_of(i), X_ROWS - 1)));
+      x[i] = *of_row[i];
+    }
+    if (look) {
+      bool missing = false;
+#pragma unroll
+      for (int i = 0; i < GROUPS; ++i) missing = missing || some_empty<T>(x[i]);
+      if (__any_sync(~0u, missing)) {
+#pragma unroll
+        for (int i = 0; i < GROUPS; ++i) *of_row[i] = x[i] = wait_for(p, row_of(i), x[i]);
+      }
+    }
     if (!p.norm) return;
     const uint4 by = norm;
     load_norm(p);
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
-      const int row = row_of(i);
-      if (row >= p.rows) continue;
-      uint4& x = *reinterpret_cast<uint4*>(place(at + 1 == size ? 0 : at + 1, row));
-      if (taken < pieces) moments[i].template add<T>(x);
-      x = scaled<T>(x, by);
+      if (X_ROWS % 4 > 0 && row_of(i) >= X_ROWS) continue;
+      if (taken < pieces) moments[i].template add<T>(x[i]);
+      *of_row[i] = scaled<T>(x[i], by);
     }
+  }
+  DEVICE uint4 wait_for(const Product& p, int row, uint4 x) const {
+    const T* from = static_cast<const T*>(p.x) + row * p.x_stride + first_k() + taken % pieces * CHUNK;
+    while (some_empty<T>(x)) x = look_at(from);
+    return x;
   }
   DEVICE void put(Moments (&of_rows)[X_ROWS]) const {
 #pragma unroll

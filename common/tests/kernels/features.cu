@@ -239,7 +239,8 @@ __global__ void intrinsics(float* f, int* i) {
   i[8] = __byte_perm(0x33221100, 0x77665544, 0x7520);
   i[9] = __float2int_rn(2.5f), i[10] = __mulhi(1 << 30, 8),
   i[11] = (int)__funnelshift_l(0x80000000u, 1u, 1);
-  i[12] = (int)max(3, 4u), i[13] = __popcll(~0ull), i[14] = min(-7ll, 3ll) == -7;
+  i[12] = (int)max(3, 4u), i[13] = __popcll(~0ull), i[14] = min(-7ll, 3ll) == -7,
+  i[15] = (int)__vmaxu2(0x00020005u, 0x00030004u);
 }
 extern "C" cudaError_t run_intrinsics(float* f, int* i, cudaStream_t stream) {
   intrinsics<<<1, 1, 0, stream>>>(f, i);

@@ -98,6 +98,10 @@ static inline int __vimax3_s32(int x, int y, int z) { return max(max(x, y), z); 
 static inline int __vimin3_s32(int x, int y, int z) { return min(min(x, y), z); }
 static inline unsigned __vimax3_u32(unsigned x, unsigned y, unsigned z) { return max(max(x, y), z); }
 static inline unsigned __vimin3_u32(unsigned x, unsigned y, unsigned z) { return min(min(x, y), z); }
+/// Of each half.
+static inline unsigned __vmaxu2(unsigned x, unsigned y) {
+  return max(x & 0xffff0000u, y & 0xffff0000u) | max(x & 0xffffu, y & 0xffffu);
+}
 
 // ---- bits
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
