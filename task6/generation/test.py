@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from common.check.rng import new_seed
 from common.memory import NotEnoughMemory
 from common.tests.devices import HOPPER, of_gpus_hopper
 from task6.generation import CONFIGS, Config, Decoder, Weights, elementwise, find_config
@@ -54,15 +55,24 @@ def test_the_largest_logit(columns):
 
 @pytest.mark.parametrize("batch", [2, 11])  # 11: of 16 bits norms are apart
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_products_give_the_same_tokens(dtype, batch):
-    torch.manual_seed(2)
+def test_fused_products_give_the_same_logits(dtype, batch):
+    torch.manual_seed(new_seed())
     model = customModel(64, 1, 1, 30, 12, device=DEVICE, dtype=dtype)
     prompt, weights = torch.randint(30, (batch, 4), device=DEVICE), Weights.of(model)
     plainly, fused = (Decoder(weights, batch, 12, fused=fused) for fused in (False, True))
-    assert torch.equal(fused.generate(prompt, 5), plainly.generate(prompt, 5))
-    torch.testing.assert_close(
-        fused.logits, plainly.logits, atol=2**-4 if dtype == torch.bfloat16 else 1e-4, rtol=0
-    )
+    plainly.prefill(prompt), fused.prefill(prompt)
+    for _ in range(5):
+        fused.tokens.copy_(
+            plainly.tokens
+        )  # in 16 bits candidates may be too close for the same ones
+        plainly.step(), fused.step()
+        torch.testing.assert_close(
+            fused.logits,
+            plainly.logits,
+            atol=2**-4 if dtype == torch.bfloat16 else 1e-4,
+            rtol=0,
+        )
+        assert torch.equal(fused.tokens[:, 0], fused.logits.argmax(-1))
 
 
 def test_weights_are_held_once():
