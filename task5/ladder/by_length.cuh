@@ -1,5 +1,5 @@
-// Which cluster has which pair, where a sequence's pairs have as many clusters as its length asks for: one, or a power
-// of two if it is much longer than the others. Lengths are known on the GPU alone, so each warp looks at all of them.
+// Which cluster has which pair, where a sequence's pairs have as many clusters as its length asks for: one, or several
+// if it is much longer than the others. Lengths are known on the GPU alone, so each warp looks at all of them.
 #pragma once
 #include "count.cuh"
 #include "decode.cuh"
@@ -13,7 +13,7 @@
 // quarters of a share on; or from two, if all are about as long as each other: so no part waits for another one.
 struct ByLength {
   static constexpr bool BY_LENGTH = true;
-  static constexpr int MOST_BITS = 4;   // 1 << MOST_BITS clusters of a pair, at most
+  static constexpr int MOST = 64, MOST_POWER_OF_TWO = 32;  // clusters of a pair
   static constexpr int LEAST_BITS = 2;  // a cluster has so many tiles for each warp at least: 1 << LEAST_BITS
   int2 known[HELD], now[HELD];  // the lane's lengths, before and after the launch ahead of this one is complete
   int2 own;                     // those of this cluster's sequence
@@ -21,7 +21,7 @@ struct ByLength {
   DEVICE void start() { item = blockIdx.z * gridDim.y + blockIdx.y; }
   // Of sequences about as long as each other as the grid says, which takes few instructions to see.
   DEVICE void find(const Decode& a) {
-    sequence_ = blockIdx.z, pair_ = blockIdx.y, part = bits_ = items = 0;
+    sequence_ = blockIdx.z, pair_ = blockIdx.y, part = items = 0, clusters_ = 1;
     if (few_pairs(a)) sequence_ = min(sequence_, a.batch - 1);
     own = lengths(a, sequence_);
     load(a, known);
@@ -41,17 +41,17 @@ struct ByLength {
   }
   DEVICE int b() const { return sequence_; }
   DEVICE int pair() const { return pair_; }       // of the sequence's
-  DEVICE int cluster(int) const { return part; }  // of the pair's 1 << bits(a)
-  DEVICE int bits(const Decode&) const { return bits_; }
+  DEVICE int cluster(int) const { return part; }  // of the pair's
+  DEVICE int clusters(const Decode&) const { return clusters_; }
   DEVICE int64_t first(const Decode&) const { return item - part; }
 
   // Whether clusters take further items.
-  DEVICE bool more() const { return items > clusters(); }
+  DEVICE bool more() const { return items > of_grid(); }
   // The next one, or -1. It is counted behind the pairs' counters: in each launch once for every item, as each cluster
   // comes once in vain.
   DEVICE int take(const Decode& a) const {
     int* counter = &a.counters[a.batch * a.pairs() << a.block_bits];
-    const int taken = add_acquire_release(counter, 1), further = clusters() + taken;
+    const int taken = add_acquire_release(counter, 1), further = of_grid() + taken;
     if (taken == items - 1) *counter = 0;  // for the next launch
     return further < items ? further : -1;
   }
@@ -59,10 +59,10 @@ struct ByLength {
 
  private:
   int item, items;  // this cluster's; of all, if a pair is cut
-  int sequence_, pair_, part, bits_;
+  int sequence_, pair_, part, clusters_;
   bool none_ = false;
 
-  static DEVICE int clusters() { return gridDim.y * gridDim.z; }
+  static DEVICE int of_grid() { return gridDim.y * gridDim.z; }
   static DEVICE bool few_pairs(const Decode& a) { return gridDim.z > a.batch; }
   static DEVICE int sequence_of_lane(int i) { return threadIdx.x % 32 + 32 * i; }
   // Of sequences that there are not, those of another: nothing looks at them. With zeros in their place ptxas of CUDA
@@ -80,7 +80,7 @@ struct ByLength {
   struct Shares {
     unsigned keys[HELD], longest = 0, shortest = ~0u;
     float of_a_key;
-    float parts;  // that a share is counted as
+    float parts;  // that a share is counted as, at most
     const Decode& a;
 
     DEVICE Shares(const Decode& a, const int2 (&lengths)[HELD]) : a(a) {
@@ -100,27 +100,48 @@ struct ByLength {
       sum = __reduce_add_sync(~0u, sum), longest = __reduce_max_sync(~0u, longest);
       shortest = __reduce_min_sync(~0u, shortest), of_a_key = __fdividef(a.clusters_at_once, float(sum) * a.pairs());
       // Two parts are more than 6 or 7 quarters of a share, or 8 quarters and more, whatever is rounded.
-      parts = !few_pairs(a) ? 7.999f / 6 : longest - shortest > shortest / 8 ? 7.999f / 7
-                                                                             : 1.0001f;
+      const bool alike = longest - shortest <= shortest / 8;
+      parts = few_pairs(a) ? evenly() ? most_even() : alike ? 1.0001f
+                                                            : 7.999f / 7
+                           : 7.999f / 6;
     }
-    DEVICE int group(unsigned keys, int bits) const { return group_of(keys * of_a_key, bits > 0); }
-    DEVICE bool differ() const { return bits(longest) > 0 || group(longest, 0) != group(shortest, 0); }
-    // 1 << bits clusters for a pair.
-    DEVICE int bits(unsigned keys) const {
-      const int by_shares = (__float_as_int(keys * of_a_key * parts) >> 23) - 127;
-      const int by_keys = 31 - __clz(int(keys)) - (LEAST_BITS + a.block_bits + WARP_BITS + a.tile_bits);
-      return max(0, min(min(by_shares, MOST_BITS), by_keys));
+    DEVICE int group(unsigned keys, int clusters) const { return group_of(keys * of_a_key, clusters > 1); }
+    DEVICE bool differ() const { return clusters(longest) > 1 || group(longest, 1) != group(shortest, 1); }
+    // For a pair.
+    DEVICE int clusters(unsigned keys) const { return clusters(keys, parts); }
+
+   private:
+    DEVICE bool evenly() const { return few_pairs(a) && !a.chunks; }
+    DEVICE int clusters(unsigned keys, float parts) const {
+      const int by_keys = keys >> (LEAST_BITS + a.block_bits + WARP_BITS + a.tile_bits);
+      const float by_shares = keys * of_a_key * parts;
+      if (evenly()) return max(1, min(min(__float2int_ru(by_shares), by_keys), MOST));
+      return 1 << (31 - __clz(max(1, min(min(int(by_shares), by_keys), MOST_POWER_OF_TWO))));
+    }
+    // As many parts of a share as leave the largest one as small as there are clusters for. With one part less for
+    // each pair these are enough.
+    DEVICE float most_even() const {
+      const float less = __fdividef(float(a.batch * a.pairs()), a.clusters_at_once);
+      float most = 1.0f - less;
+#pragma unroll 1
+      for (float step = less / 2; step > less / 10; step /= 2) {
+        int of_lane = 0;
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) of_lane += sequence_of_lane(i) < a.batch ? clusters(keys[i], most + step) : 0;
+        if (int(__reduce_add_sync(~0u, of_lane)) * a.pairs() <= a.clusters_at_once) most += step;
+      }
+      return most;
     }
   };
 
   DEVICE void find_among(const Decode& a, const Shares& shares) {
     const int pairs = a.pairs();
-    int bits_of[HELD], items_of[HELD], group[HELD], of_lane = 0;
+    int clusters_of[HELD], items_of[HELD], group[HELD], of_lane = 0;
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
-      bits_of[i] = shares.bits(shares.keys[i]);
-      group[i] = shares.group(shares.keys[i], bits_of[i]);
-      items_of[i] = sequence_of_lane(i) < a.batch ? pairs << bits_of[i] : 0, of_lane += items_of[i];
+      clusters_of[i] = shares.clusters(shares.keys[i]);
+      group[i] = shares.group(shares.keys[i], clusters_of[i]);
+      items_of[i] = sequence_of_lane(i) < a.batch ? pairs * clusters_of[i] : 0, of_lane += items_of[i];
     }
     items = __reduce_add_sync(~0u, of_lane);
     none_ = item >= items;
@@ -128,11 +149,11 @@ struct ByLength {
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {  // a select between pairs of numbers would have them in memory
       const int x = __shfl_sync(~0u, known[i].x, place.lane), y = __shfl_sync(~0u, known[i].y, place.lane);
-      const int bits = __shfl_sync(~0u, bits_of[i], place.lane);
-      if (place.i == i) own = make_int2(x, y), bits_ = bits;
+      const int clusters = __shfl_sync(~0u, clusters_of[i], place.lane);
+      if (place.i == i) own = make_int2(x, y), clusters_ = clusters;
     }
     sequence_ = place.lane + 32 * place.i;
     const int of_sequence = none_ ? 0 : item - place.first;
-    pair_ = of_sequence >> bits_, part = of_sequence & ((1 << bits_) - 1);
+    pair_ = of_sequence / clusters_, part = of_sequence - pair_ * clusters_;
   }
 };

@@ -32,8 +32,8 @@ struct ByGrid {
   DEVICE bool holds(const Decode&) const { return now.x == own.x && now.y == own.y; }
   DEVICE int b() const { return blockIdx.z; }
   DEVICE int pair() const { return blockIdx.y; }  // of the sequence's
-  DEVICE int cluster(int block_bits) const { return blockIdx.x >> block_bits; }  // of the pair's 1 << bits(a)
-  DEVICE int bits(const Decode& a) const { return a.cluster_bits; }
+  DEVICE int cluster(int block_bits) const { return blockIdx.x >> block_bits; }  // of the pair's
+  DEVICE int clusters(const Decode& a) const { return 1 << a.cluster_bits; }
   DEVICE bool none() const { return false; }
   DEVICE bool more() const { return false; }
   DEVICE int take(const Decode&) const { return -1; }
@@ -85,8 +85,12 @@ struct Cluster {
     w.b = place.b();
     w.at(a, place.pair());
     w.s = sequence(a, place.own);
-    const int warps = bits + place.bits(a) + WARP_BITS;
-    const int warp = (((place.cluster(bits) << bits) + rank) << WARP_BITS) + threadIdx.x / 32;
+    // In a batch-invariant call a pair has a power of two of clusters, as always if the grid says how many. If lengths
+    // do, each cluster has neighbouring tiles.
+    const bool apart = BY_LENGTH && !TREE && !a.chunks;
+    const int clusters = place.clusters(a), cluster = place.cluster(bits);
+    const int warps = bits + (apart ? 0 : 31 - __clz(clusters)) + WARP_BITS;
+    const int warp = ((((apart ? 0 : cluster) << bits) + rank) << WARP_BITS) + threadIdx.x / 32;
     w.end = w.s.tiles;
     if (TREE || a.chunks) {
       w.step_bits = bits_of_leaves(31 - __clz(a.chunks), 31 - __clz(w.s.tiles), a.leaf_tile_bits);
@@ -96,6 +100,11 @@ struct Cluster {
       const bool in_order = !paged || IN_STEP || (warps <= 4 && w.s.tiles >= 4 << warps);
       w.step_bits = in_order ? warps : 0, w.tile = in_order ? warp : w.s.tiles * warp >> warps;
       w.end = in_order ? w.s.tiles : w.s.tiles * (warp + 1) >> warps;
+      if (apart && clusters > 1) {
+        const int first = w.s.tiles * cluster / clusters, tiles = w.s.tiles * (cluster + 1) / clusters - first;
+        w.tile = first + (in_order ? warp : tiles * warp >> warps);
+        w.end = first + (in_order ? tiles : tiles * (warp + 1) >> warps);
+      }
     }
     if (place.none()) w.tile = w.end;
   }
@@ -147,7 +156,7 @@ struct Cluster {
                            }));
       }
     }
-    if (place.bits(a) == 0) return;
+    if (place.clusters(a) == 1) return;
     clusters<ROWS, D>(a, w).merge(
         buffer.last, THREADS, quads, [] { __syncthreads(); },
         [&](int quad, const Part& p) { write<T, ROWS, D>(a, w, quad, p); });
@@ -185,7 +194,7 @@ struct Cluster {
   template <int ROWS, int D>
   DEVICE SeveralClusters<ROWS, D> clusters(const Decode& a, const Walk& w) const {
     const int pair = w.b * a.pairs() + w.pair;
-    return {a, pair, place.cluster(bits), rank, place.bits(a), bits, place.first(a)};
+    return {a, pair, place.cluster(bits), rank, place.clusters(a), bits, place.first(a)};
   }
   template <typename T, int ROWS, int D>
   DEVICE void write(const Decode& a, const Walk& w, int quad, const Part& p) const {
@@ -194,7 +203,7 @@ struct Cluster {
   // Of all keys, or of a cluster's.
   template <typename T, int ROWS, int D>
   DEVICE void finish(const Decode& a, const Walk& w, int quad, const Part& p) const {
-    place.bits(a) == 0 ? write<T, ROWS, D>(a, w, quad, p) : clusters<ROWS, D>(a, w).put(quad, p);
+    place.clusters(a) == 1 ? write<T, ROWS, D>(a, w, quad, p) : clusters<ROWS, D>(a, w).put(quad, p);
   }
   // What the blocks of a cluster send to this one.
   template <typename Buffer>

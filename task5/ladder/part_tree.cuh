@@ -126,7 +126,7 @@ struct Merging {
 
   DEVICE SeveralClusters<N, D> clusters() const {
     const int bits = c.block_bits, of_pair = c.a.cluster_bits;
-    return {c.a, item.pair, item.share >> bits, item.share & ((1 << bits) - 1), of_pair,
+    return {c.a, item.pair, item.share >> bits, item.share & ((1 << bits) - 1), 1 << of_pair,
             bits, int64_t(item.pair) << of_pair};
   }
   DEVICE void merge_clusters(int rows) {

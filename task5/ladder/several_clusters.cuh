@@ -8,8 +8,8 @@ template <int ROWS, int D>
 struct SeveralClusters {
   static constexpr int QUADS = D / 4, FLOATS = 6;  // of a row; of a quad: O, and behind all of them m, l
   const Decode& a;
-  int pair, cluster, rank;       // of all pairs, of the pair, of the cluster
-  int cluster_bits, block_bits;  // 1 << cluster_bits clusters of the pair, 1 << block_bits blocks of a cluster
+  int pair, cluster, rank;   // of all pairs, of the pair, of the cluster
+  int clusters, block_bits;  // of the pair; 1 << block_bits blocks of a cluster
   int64_t first;                 // of the pair's clusters, among all that share one
 
   DEVICE float* slot(int cluster, int quad) const {
@@ -28,14 +28,14 @@ struct SeveralClusters {
     meet();
     if (threadIdx.x == 0) {
       int* counter = &a.counters[(pair << block_bits) + rank];
-      last = add_acquire_release(counter, 1) == (1 << cluster_bits) - 1;
+      last = add_acquire_release(counter, 1) == clusters - 1;
       if (last) *counter = 0;  // for the next launch
     }
     meet();
     if (!last) return;
     for (int quad = rank + (threadIdx.x << block_bits); quad < quads; quad += threads << block_bits) {
-      use(quad, merge_tree_of(cluster_bits, [&](int n) -> Part {
-            if (n >> cluster_bits) return {};
+      use(quad, merge_tree_of_many(clusters, [&](int n) -> Part {
+            if (n >= clusters) return {};
             const float* from = slot(n, quad);
             const float2 ml = __ldcg(reinterpret_cast<const float2*>(from + ROWS * D - quad * 2));
             return {ml.x, ml.y, __ldcg(reinterpret_cast<const float4*>(from))};
