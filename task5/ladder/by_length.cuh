@@ -6,14 +6,15 @@
 #include "longest_first.cuh"
 
 // Of C clusters, as many as there are pairs or as the GPU holds at once, each would have the C-th part of all keys, its
-// share. A pair with more than one and a half shares is cut for clusters with more than three quarters of one each.
-// These and the whole pairs are a grid's items, longest first. It has a cluster for each pair. Where pairs are cut,
-// there are more items, and a cluster that is done takes a further one.
-// Of few pairs a grid has more clusters than pairs, and some may have no item. There a pair is cut from one and three
-// quarters of a share on; or from two, if all are about as long as each other: so no part waits for another one.
+// share. A pair with more than one and a half shares is cut for clusters with more than three quarters of one each, a
+// power of two. These and the whole pairs are a grid's items, longest first. It has a cluster for each pair. Where pairs
+// are cut, there are more items, and a cluster that is done takes a further one.
+// Of few pairs a grid has more clusters than pairs, and some may have no item. There a pair has any number of parts, so
+// that the largest is as small as can be. Only batch-invariant it is a power of two: of pairs from one and three
+// quarters of a share on, or from two if all are about as long as each other.
 struct ByLength {
   static constexpr bool BY_LENGTH = true;
-  static constexpr int MOST = 64, MOST_POWER_OF_TWO = 32;  // clusters of a pair
+  static constexpr int MOST = 64, MOST_POWER_OF_TWO = 16;  // clusters of a pair
   static constexpr int LEAST_BITS = 2;  // a cluster has so many tiles for each warp at least: 1 << LEAST_BITS
   int2 known[HELD], now[HELD];  // the lane's lengths, before and after the launch ahead of this one is complete
   int2 own;                     // those of this cluster's sequence
@@ -99,11 +100,7 @@ struct ByLength {
       }
       sum = __reduce_add_sync(~0u, sum), longest = __reduce_max_sync(~0u, longest);
       shortest = __reduce_min_sync(~0u, shortest), of_a_key = __fdividef(a.clusters_at_once, float(sum) * a.pairs());
-      // Two parts are more than 6 or 7 quarters of a share, or 8 quarters and more, whatever is rounded.
-      const bool alike = longest - shortest <= shortest / 8;
-      parts = few_pairs(a) ? evenly() ? most_even() : alike ? 1.0001f
-                                                            : 7.999f / 7
-                           : 7.999f / 6;
+      parts = parts_of_a_share();
     }
     DEVICE int group(unsigned keys, int clusters) const { return group_of(keys * of_a_key, clusters > 1); }
     DEVICE bool differ() const { return clusters(longest) > 1 || group(longest, 1) != group(shortest, 1); }
@@ -111,6 +108,13 @@ struct ByLength {
     DEVICE int clusters(unsigned keys) const { return clusters(keys, parts); }
 
    private:
+    // Of a power of two of parts, two are more than 6 or 7 quarters of a share, or 8 quarters and more, whatever is
+    // rounded.
+    DEVICE float parts_of_a_share() const {
+      if (!few_pairs(a)) return 7.999f / 6;
+      if (evenly()) return most_even();
+      return longest - shortest > shortest / 8 ? 7.999f / 7 : 1.0001f;
+    }
     DEVICE bool evenly() const { return few_pairs(a) && !a.chunks; }
     DEVICE int clusters(unsigned keys, float parts) const {
       const int by_keys = keys >> (LEAST_BITS + a.block_bits + WARP_BITS + a.tile_bits);
@@ -119,16 +123,22 @@ struct ByLength {
       return 1 << (31 - __clz(max(1, min(min(int(by_shares), by_keys), MOST_POWER_OF_TWO))));
     }
     // As many parts of a share as leave the largest one as small as there are clusters for. With one part less for
-    // each pair these are enough.
+    // each pair these are enough. Where pairs are more than half of the clusters, several short ones share one.
     DEVICE float most_even() const {
-      const float less = __fdividef(float(a.batch * a.pairs()), a.clusters_at_once);
+      const int pairs = a.pairs();
+      const float less = __fdividef(float(a.batch * pairs), a.clusters_at_once);
+      const bool shared = less > 0.5f;
       float most = 1.0f - less;
 #pragma unroll 1
-      for (float step = less / 2; step > less / 10; step /= 2) {
-        int of_lane = 0;
+      for (float step = less / 2; step > less / 20; step /= 2) {
+        int quarters = 0;  // of clusters, of the lane's
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) of_lane += sequence_of_lane(i) < a.batch ? clusters(keys[i], most + step) : 0;
-        if (int(__reduce_add_sync(~0u, of_lane)) * a.pairs() <= a.clusters_at_once) most += step;
+        for (int i = 0; i < HELD; ++i) {
+          if (sequence_of_lane(i) >= a.batch) continue;
+          const float parts = keys[i] * of_a_key * (most + step);
+          quarters += shared && parts <= 0.5f ? max(1, __float2int_ru(4 * parts)) : 4 * clusters(keys[i], most + step);
+        }
+        if (int(__reduce_add_sync(~0u, quarters)) * pairs <= 4 * a.clusters_at_once) most += step;
       }
       return most;
     }

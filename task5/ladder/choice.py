@@ -6,6 +6,7 @@ from typing import NamedTuple
 from task5.ladder.chunk import UNEVEN_BYTES as MORE_UNEVEN_BYTES  # of more than 16 rows
 from task5.ladder.chunk import by_length_pays
 from task5.ladder.plan import (
+    ALMOST_ALL,
     BY_LENGTH,
     EIGHT_WARPS,
     IN_STEP,
@@ -20,18 +21,17 @@ from task5.ladder.plan import (
     ROWS,
     Call,
     are_on_most_sms,
+    blocks_by_length,
     is_spread,
     power_of_two,
 )
 
 # Of room for K and V, from which lengths decide: see _uneven_bytes().
-UNEVEN_BYTES, UNEVEN_BYTES_OF_256, MANY_UNEVEN_BYTES = 250e6, 300e6, 400e6
+FEW_UNEVEN_BYTES, UNEVEN_BYTES, MANY_UNEVEN_BYTES = 125e6, 250e6, 400e6
+UNEVEN_BYTES_COMPUTE_BOUND = 300e6
 # Pairs for each SM where lengths decide: up to which rung 8 is the fastest, 9 with three blocks on an SM, and 10.
 ALMOST_ONE, ONE_AND_A_HALF, FEW_WAVES = 1.17, 1.6, 3
-SOME_SMS, HALF = (
-    0.3,
-    0.5,
-)  # SOME_SMS: and up to which rung 8 loads keys ahead of the wait below MANY_UNEVEN_BYTES
+SOME_SMS = 0.3  # and up to which rung 8 loads keys ahead of the wait below MANY_UNEVEN_BYTES
 MANY_SMS = 0.4  # and from which on rung 10 is faster where the states of leaves are large
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see fastest()
 # Of 17 to 32 rows: K and V from which on one read of them may be faster than two by twice as many blocks. And of more,
@@ -136,26 +136,31 @@ def fastest(
         return Choice(MORE_ROWS_BY_LENGTH, choice.ahead) if by_length else choice
     pairs = heads * (1 + call.two_tiles)
     long = bytes_ >= MANY_UNEVEN_BYTES
-    if pairs <= (FEW_PAIRS if long else SOME_PAIRS) and is_spread(call, pairs, kv_len):
+    most = (FEW_PAIRS if long else SOME_PAIRS) if batch_invariant else 2
+    if pairs <= most and is_spread(call, pairs, kv_len):
         return choice  # by length a pair that is not cut would have one cluster
-    enough = bytes_ >= _uneven_bytes(call, pairs / call.sms, page_size)
+    enough = bytes_ >= _uneven_bytes(call, pairs, page_size, batch_invariant)
     if may_differ and enough and choice.rung in ONE_TREE:
         return _fastest_by_length(call, pairs, batch_invariant, promised, long=long)
     return choice
 
 
-def _uneven_bytes(call: Call, for_each_sm: float, page_size: int | None) -> float:
+def _uneven_bytes(call: Call, pairs: int, page_size: int | None, batch_invariant: bool) -> float:
     """Of room for K and V, from which lengths decide: below, equal lengths lose over 1 %."""
-    float32, wide = call.item_size == 4, call.head_dim == 256
-    if float32 and wide and call.rows > ROWS // 4:
+    if call.item_size == 4 and call.head_dim == 256 and call.rows > ROWS // 4:
         return math.inf  # compute-bound
+    if 2 * pairs > call.sms:
+        one = pairs <= call.sms or ALMOST_ONE < pairs / call.sms <= ONE_AND_A_HALF
+        return UNEVEN_BYTES if one and not (call.compute_bound or page_size) else MANY_UNEVEN_BYTES
+    # Any number of blocks may be more than a power of two, which counts where SMs have much to compute.
+    _, blocks = blocks_by_length(call, pairs)
+    more = not batch_invariant and 4 * blocks > 5 * power_of_two(call.sms // pairs)
     if page_size:
-        return MANY_UNEVEN_BYTES
-    if wide:
-        return UNEVEN_BYTES_OF_256 if for_each_sm <= HALF and not float32 else MANY_UNEVEN_BYTES
-    few = for_each_sm <= (SOME_SMS if float32 else 1)
-    more = ALMOST_ONE < for_each_sm <= ONE_AND_A_HALF and not float32
-    return UNEVEN_BYTES if few or more else MANY_UNEVEN_BYTES
+        full = not batch_invariant and pairs * blocks >= ALMOST_ALL * call.sms
+        return UNEVEN_BYTES if full or more else MANY_UNEVEN_BYTES
+    if not call.compute_bound:
+        return UNEVEN_BYTES
+    return FEW_UNEVEN_BYTES if more else UNEVEN_BYTES_COMPUTE_BOUND
 
 
 def _fastest_by_length(
@@ -172,6 +177,13 @@ def _fastest_by_length(
     if call.head_dim == 256 or 1 < for_each_sm <= ALMOST_ONE or for_each_sm > FEW_WAVES:
         # Keys ahead would take the memory from the blocks before them.
         return Choice(deep)
+    if 2 * pairs <= call.sms and not batch_invariant:
+        # Of rung 8's blocks an SM that is left over gets two of the next launch's, which makes that slower. So it is
+        # for keys that are loaded ahead, and where many SMs are left over.
+        _, blocks = blocks_by_length(call, pairs)
+        used = pairs * blocks / call.sms
+        eight = call.item_size == 4 or used >= ALMOST_ALL or (used >= 0.8 and not promised)
+        return Choice(of_eight_warps if eight else deep, promised)
     if for_each_sm <= 1:
         compute = call.item_size == 4 and not are_on_most_sms(call, pairs, 1)
         merge = batch_invariant and for_each_sm > MANY_SMS and _has_large_states(call)

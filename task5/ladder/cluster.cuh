@@ -101,7 +101,8 @@ struct Cluster {
       w.step_bits = in_order ? warps : 0, w.tile = in_order ? warp : w.s.tiles * warp >> warps;
       w.end = in_order ? w.s.tiles : w.s.tiles * (warp + 1) >> warps;
       if (apart && clusters > 1) {
-        const int first = w.s.tiles * cluster / clusters, tiles = w.s.tiles * (cluster + 1) / clusters - first;
+        const int each = w.s.tiles / clusters, more = w.s.tiles - each * clusters;
+        const int first = each * cluster + min(cluster, more), tiles = each + (cluster < more);
         w.tile = first + (in_order ? warp : tiles * warp >> warps);
         w.end = first + (in_order ? tiles : tiles * (warp + 1) >> warps);
       }

@@ -48,6 +48,7 @@ MANY_KEYS = 512  # of a block of rung 5, so that more clusters pay
 LONG_BYTES, LONG_BYTES_COMPUTE_BOUND = 400e6, 100e6
 MOST_LEAVES = 512  # as in cluster.cuh
 MOST_SEQUENCES = 128  # whose lengths a warp of rungs 8 to 10 and 12 holds
+ALMOST_ALL = 0.95  # of the SMs
 ROWS = 16  # of q in a pair of rungs 3, 4 and 6 to 10, at most; in 16 bits
 
 
@@ -142,6 +143,8 @@ def plan(
         few = 2 * pairs <= call.sms
         if rung == MORE_ROWS_BY_LENGTH or (rung in BY_LENGTH and few):
             of_a_cluster = 2 if few and most > 1 else 1
+            if few and not leaves and rung != MORE_ROWS_BY_LENGTH:
+                of_a_cluster, _ = blocks_by_length(call, pairs)
             return _by_length(call, rung, batch, pairs // batch, of_a_cluster, kv_len, leaves)
         most = min(most, MOST_BLOCKS)
         sms = call.sms // 2 if every_other_sm else None
@@ -229,6 +232,21 @@ def _in_clusters(
     rows = call.query(rung, "rows_of_a_pair")
     floats = pairs * clusters * rows * call.head_dim // 4 * 6  # of four columns O, m and l
     return Plan(rung, blocks, chunks, pairs * clusters, floats, counters=pairs * of_a_cluster)
+
+
+def blocks_by_length(call: Call, pairs: int) -> tuple[int, int]:
+    """Blocks of a cluster where lengths decide and pairs are few, and of a pair if all are as long as each other.
+
+    A pair may have any number of clusters. They are of two blocks, which read in order together, unless single ones are
+    more, and these are on almost all SMs, or there is much to compute.
+    """
+    single, of_two = call.sms // pairs, call.sms // 2 // pairs * 2
+    enough = 0.9 if call.head_dim == 256 else ALMOST_ALL
+    if of_two < single <= MOST_BLOCKS and (
+        call.item_size == 4 or pairs * single >= enough * call.sms
+    ):
+        return 1, single
+    return 2, of_two
 
 
 def _by_length(

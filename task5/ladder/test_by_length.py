@@ -17,6 +17,11 @@ from task5.ladder.chunk import chunk_attention
 from task5.ladder.plan import BY_LENGTH, IN_16_BITS, MORE_ROWS, OF_EIGHT_WARPS
 
 _order = Kernels(__file__, "../../common/tests/kernels/longest_first.cu")
+_parts = Kernels(__file__, "../../common/tests/kernels/by_length.cu")
+MOST_PARTS, LEAST_KEYS = (
+    64,
+    16,
+)  # of a pair, of a part: as in by_length.cuh, where a tile has one key
 
 
 class Uneven(Case):
@@ -130,6 +135,63 @@ def test_longest_first(sequences):
     assert all(cut[b] for b in order[:several])
     whole = [min(shares[b], 1.75) for b in order[several:]]
     assert all(x > y - 1 / 8 for x, y in itertools.pairwise(whole))
+
+
+def parts_of(lengths, kv_heads, at_once, chunks=0):
+    """How many parts a pair of each sequence has, after a look at what each item is."""
+    batch, sequences = len(lengths), max(len(lengths), at_once // kv_heads)
+    found = torch.full((8 * at_once, 4), -1, dtype=torch.int32, device=DEVICE)
+    _parts.launch(
+        "find", seqlens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE), batch=batch,
+        kv_heads=kv_heads, kv_len=max(lengths), sequences=sequences, at_once=at_once, chunks=chunks,
+        items=len(found), found=found,
+    )  # fmt: skip
+    items = [tuple(item) for item in found.tolist() if item[0] >= 0]
+    parts = {b: clusters for b, _, _, clusters in items}
+    assert sorted(items) == [
+        (b, pair, part, parts[b])
+        for b in range(batch)
+        for pair in range(kv_heads)
+        for part in range(parts[b])
+    ]
+    return [parts[b] for b in range(batch)]
+
+
+@of_gpus_hopper
+@pytest.mark.parametrize("at_once", [66, 132])
+def test_the_largest_part_is_as_small_as_can_be(at_once):
+    """Where pairs are up to half of the clusters, of any lengths; of equal ones each pair has as many parts."""
+    r = random.Random(new_seed() + at_once)
+    for spread in ("equal", "even", "few long") * 7:
+        batch = r.randint(1, at_once // 2)
+        kv_heads = r.randint(1, at_once // 2 // batch)
+        room = r.randint(10_000, 1_000_000)
+        lengths = [r.randint(1, room if spread == "even" else room // 32) for _ in range(batch)]
+        if spread == "equal":
+            lengths = [room] * batch
+        lengths[r.randrange(batch)] = room
+        parts = parts_of(lengths, kv_heads, at_once)
+        assert kv_heads * sum(parts) <= at_once
+
+        def enough(size, lengths=lengths, kv_heads=kv_heads):
+            needed = (min(max(1, n // LEAST_KEYS), MOST_PARTS, -(-n // size)) for n in lengths)
+            return kv_heads * sum(needed) <= at_once
+
+        least = next(size for n in itertools.count() if enough(size := int(1.01**n)))
+        largest = max(n / p for n, p in zip(lengths, parts, strict=True))
+        assert largest <= max(1.1 * least, room / MOST_PARTS) + 1
+        if spread == "equal":
+            assert set(parts) == {min(at_once // (batch * kv_heads), MOST_PARTS)}
+
+
+@of_gpus_hopper
+def test_parts_of_pairs_that_are_many():
+    """Where they are more than half of the clusters short ones share one; batch-invariant parts are a power of two."""
+    lengths = [64_000] + [100] * 59
+    assert parts_of(lengths, 1, 66)[0] >= 40
+    assert max(parts_of([64_000] * 60, 1, 66)) == 1
+    assert parts_of(lengths, 1, 66, chunks=64) == [16] + [1] * 59
+    assert parts_of([64_000] * 6, 1, 66, chunks=64) == [8] * 6
 
 
 def by_length(monkeypatch, always):

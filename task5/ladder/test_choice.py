@@ -10,6 +10,7 @@ from task5.ladder.plan import (
     KEYS_AS_ROWS,
     MORE_ROWS,
     MORE_ROWS_BY_LENGTH,
+    blocks_by_length,
 )
 
 
@@ -195,40 +196,65 @@ def test_pairs_of_9_to_16_rows(h200):
 
 
 def test_lengths_that_may_differ_decide(h200):
-    """From 250 MB of room on; from 400 where they cost equal lengths more."""
+    """From 250 or 300 MB of room on; from 400 where they cost equal lengths more, and from 125 where less."""
 
     def rung(heads, kv_len, lengths, **shape):
         return fastest(h200(**{"dtype": 2} | shape), heads, kv_len, lengths=lengths).rung
 
     deep, shallow, of_eight_warps, _ = BY_LENGTH
-    assert rung(16, 65536, 2) == rung(128, 8192, 16) == rung(9, 99_999, 9) == deep
+    assert rung(128, 8192, 16) == rung(104, 16384, 13) == deep
     assert rung(256, 4096, 32, head_dim=256) == rung(64, 5000, 8, head_dim=256) == deep
-    assert rung(6, 199_999, 6) == deep
-    assert rung(8, 99_999, 8) == of_eight_warps  # very few pairs that fill all SMs
-    assert rung(64, 8192, 8, dtype=0) == rung(32, 8192, 4, dtype=0) == of_eight_warps
     assert rung(120, 8192, 15, dtype=0) == deep  # one on almost each SM
     assert rung(144, 8192, 18) == rung(512, 4096, 64) == deep
     assert rung(160, 8192, 20) == rung(208, 8192, 26) == rung(192, 4096, 24, dtype=0) == shallow
-    assert rung(104, 16384, 13) == deep
     assert rung(256, 4096, 32) == rung(256, 4096, 128) == rung(224, 8192, 28) == of_eight_warps
-    assert rung(64, 8192, 8) == deep and rung(160, 4096, 20) == shallow
-    few = rung(64, 7000, 8), rung(256, 2048, 32), rung(64, 4096, 8, dtype=0), rung(4, 99_999, 4)
-    few += rung(140, 4096, 20), rung(68, 4500, 17, head_dim=256), rung(64, 4096, 8, head_dim=256)
-    few += (
-        rung(32, 4096, 4, dtype=0, head_dim=256),
-        rung(7, 99_999, 7, dtype=0, head_dim=256, rows=8),
-    )
+    assert rung(160, 4096, 20) == shallow
+    few = rung(64, 7000, 8), rung(256, 2048, 32), rung(4, 99_999, 4), rung(2, 999_999, 2)
+    few += rung(140, 4096, 20), rung(68, 4500, 17, head_dim=256), rung(68, 4096, 8, dtype=0)
+    few += rung(64, 4096, 8, head_dim=256), rung(64, 4096, 8, dtype=0)
+    few += rung(10, 12_000, 10, head_dim=256), rung(10, 12_000, 10, dtype=0)
+    few += (rung(7, 99_999, 7, dtype=0, head_dim=256, rows=8),)
     assert not {rung(256, 4096, 1), rung(1032, 4096, 129), *few} & set(BY_LENGTH)
+    assert rung(10, 12_300, 10, head_dim=256) == deep  # 13 blocks of a pair, not 8
+    assert rung(10, 12_300, 10, dtype=0) == of_eight_warps
     assert rung(64, 8192, 8, rows=33) == rung(8, 32768, 8, rows=32) == MORE_ROWS_BY_LENGTH
     assert rung(64, 8192, 1, rows=33) == rung(8, 16384, 8, rows=32) == MORE_ROWS
     assert rung(67, 8192, 67, rows=33) == MORE_ROWS  # more pairs than SMs
     assert rung(256, 4096, 32, rows=33, head_dim=256) == KEYS_AS_ROWS
-    for kv_len, ahead in ((8192, False), (16384, True)):
-        promised = fastest(h200(dtype=2), 64, kv_len, promised=True, lengths=8)
-        assert promised == Choice(deep, ahead)
-    paged = fastest(h200(dtype=2), 64, 8192, page_size=64, lengths=8)
-    assert paged.rung not in BY_LENGTH
     assert fastest(h200(dtype=2), 144, 8192, promised=True, lengths=18) == Choice(deep)
+
+    def paged(heads, kv_len, **shape):
+        return fastest(h200(**{"dtype": 2} | shape), heads, kv_len, page_size=64, lengths=8).rung
+
+    assert paged(64, 8192) == paged(16, 32768) == of_eight_warps  # on almost all SMs
+    assert not {paged(24, 24_000), paged(96, 8000), paged(24, 12_000, head_dim=256)} & set(
+        BY_LENGTH
+    )
+    assert paged(20, 16_000, head_dim=256) == deep and paged(96, 16384) in BY_LENGTH
+
+
+def test_few_pairs_by_length(h200):
+    """Rung 10 where they fill the SMs, and without a promise where some are left over; else rung 8, ahead."""
+
+    def how(pairs, promised=True, **shape):
+        call = h200(**{"dtype": 2} | shape)
+        kv_len = 10**9 // (2 * pairs * call.head_dim * call.item_size)
+        return fastest(call, pairs, kv_len, promised=promised, lengths=pairs)
+
+    deep, _, of_eight_warps, _ = BY_LENGTH
+    for pairs in (3, 4, 5, 6, 8, 9, 10, 11, 12, 14, 16, 18, 22, 32, 33, 64):
+        assert how(pairs) == Choice(of_eight_warps, ahead=True)
+        assert how(pairs, promised=False) == Choice(of_eight_warps)
+    for pairs in (15, 20, 24, 28, 36, 40, 48, 54, 60):
+        assert how(pairs) == Choice(deep, ahead=True)
+        few = pairs in (24, 36, 40, 48)  # on many SMs that are left over
+        assert how(pairs, promised=False) == Choice(deep if few else of_eight_warps)
+    assert how(20, dtype=0) == how(48, dtype=0) == Choice(of_eight_warps, ahead=True)
+    assert how(12, head_dim=256) == how(20, head_dim=256) == Choice(deep)
+    for pairs, blocks in ((5, (2, 26)), (12, (1, 11)), (18, (1, 7)), (24, (2, 4)), (64, (2, 2))):
+        assert blocks_by_length(h200(dtype=2), pairs) == blocks
+    assert blocks_by_length(h200(dtype=2, head_dim=256), 24) == (1, 5)
+    assert blocks_by_length(h200(dtype=0), 36) == (1, 3)
 
 
 def test_pairs_of_16_of_many_rows(h200):

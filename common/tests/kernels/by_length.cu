@@ -1,0 +1,28 @@
+// Which part of which pair is each item's, where lengths decide how many parts a pair has.
+// architectures: sm_90a cpu
+constexpr int WARPS = 4, KV_BYTES = 96 * 1024, MOST_ROWS = 16;
+#include "../../../task5/ladder/by_length.cuh"
+
+__global__ void find_items(Decode a, int items, int* found) {
+  const int clusters = gridDim.y * gridDim.z;
+  for (int item = blockIdx.z * gridDim.y + blockIdx.y; item < items; item += clusters) {
+    ByLength place;
+    place.start();
+    place.go_on(item);
+    place.find(a);
+    if (place.none()) return;
+    if (threadIdx.x > 0) continue;
+    int* to = found + 4 * item;
+    to[0] = place.b(), to[1] = place.pair(), to[2] = place.cluster(0), to[3] = place.clusters(a);
+  }
+}
+
+// found: (items, 4), a row of -1 where there is no such item. chunks: not 0 for a batch-invariant call.
+extern "C" cudaError_t find(const int* seqlens, int batch, int kv_heads, int kv_len, int sequences, int at_once,
+                            int chunks, int items, int* found, cudaStream_t stream) {
+  Decode a;
+  a.seqlens_k = seqlens, a.leftpad_k = nullptr, a.window = 0, a.q_len = 1;
+  a.batch = batch, a.kv_heads = kv_heads, a.kv_len = kv_len, a.clusters_at_once = at_once, a.chunks = chunks;
+  find_items<<<dim3(1, kv_heads, sequences), 32, 0, stream>>>(a, items, found);
+  return cudaGetLastError();
+}
