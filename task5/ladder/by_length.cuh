@@ -6,9 +6,9 @@
 #include "longest_first.cuh"
 
 // Of C clusters, as many as there are pairs or as the GPU holds at once, each would have the C-th part of all keys, its
-// share. A pair with more than one and a half shares is cut for clusters with more than three quarters of one each, a
-// power of two. These and the whole pairs are a grid's items, longest first. It has a cluster for each pair. Where pairs
-// are cut, there are more items, and a cluster that is done takes a further one.
+// share. A pair with more than one and a half shares is cut for a power of two of clusters, with more than three
+// quarters of one each. These and the whole pairs are a grid's items, longest first. It has a cluster for each pair.
+// Where pairs are cut, there are more items, and a cluster that is done takes a further one.
 // Of few pairs a grid has more clusters than pairs, and some may have no item. There a pair has any number of parts, so
 // that the largest is as small as can be. Only batch-invariant it is a power of two: of pairs from one and three
 // quarters of a share on, or from two if all are about as long as each other.

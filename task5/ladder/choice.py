@@ -337,19 +337,23 @@ def _fastest_of_float32(
     """The fastest where a warp computes four times as long with a key as in 16 bits.
 
     Eight warps on an SM are faster than four where few SMs have a block, or where two large clusters find no room
-    beside each other; four are where most SMs have a block, as the next launch's stands beside it.
+    beside each other; four are where most SMs have a block, as the next launch's stands beside it, unless a key has
+    more than four rows.
     """
     if call.head_dim == 256:
         return Choice(4)
     if call.head_dim == 128 and _in_step(call, heads, kv_len, batch_invariant, page_size):
         return Choice(IN_STEP)
     pairs = heads * -(-call.rows // ROWS)
-    if pairs <= call.sms and is_spread(call, pairs, kv_len):
-        return Choice(4)
     if pairs > call.sms:
         return Choice(4 if pairs <= 2 * call.sms or _idle(call, pairs, 2) <= 0.2 else 3)
     pair_keys = kv_len * call.head_dim // 128
     keys, blocks = pairs * pair_keys, power_of_two(call.sms // pairs)
+    compute_much = call.rows > ROWS // 4 and keys > MANY_KEYS_OF_FLOAT32 and blocks > 1
+    if compute_much and not batch_invariant and (pairs > 2 or call.head_dim == 128):
+        return Choice(EIGHT_WARPS)
+    if is_spread(call, pairs, kv_len):
+        return Choice(4)
     if 16 * pairs <= call.sms and pair_keys >= 4 * SHORT_CACHE:
         return Choice(EIGHT_WARPS)
     if keys <= FEW_KEYS_OF_FLOAT32:

@@ -292,3 +292,16 @@ def test_many_rows_are_faster_as_a_chunk(h200):
         assert not chunk(heads, kv_len, 16, batch_invariant=True)
     assert not chunk(8, 8192, 64, dtype=0) and not chunk(8, 8192, 64, head_dim=256)
     assert not is_faster_as_a_chunk(h200(dtype=2, rows=64)._replace(hopper=False), 8, 8192)
+
+
+def test_float32_of_more_than_four_rows(h200):
+    """Four warps compute too long; with few pairs of head_dim 64 they do not."""
+
+    def rung(heads, kv_len, rows, **options):
+        shape = {"head_dim": options.pop("head_dim", 128)}
+        return fastest(h200(dtype=0, rows=rows, **shape), heads, kv_len, **options).rung
+
+    assert rung(8, 32768, 5) == rung(1, 99_999, 16) == rung(32, 4096, 8) == EIGHT_WARPS
+    assert rung(8, 65536, 8, head_dim=64) == EIGHT_WARPS
+    assert rung(8, 32768, 4) == rung(2, 299_999, 8, head_dim=64) == 4
+    assert rung(8, 32768, 8, batch_invariant=True) == 4
