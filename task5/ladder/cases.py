@@ -24,6 +24,7 @@ class Case:
     """Random shapes, lengths and options. Keys and values that no token sees are NaN."""
 
     WINDOWS = (None, None, 1, 17, 100)
+    PADDED = True  # some sequences, on the left
 
     def __init__(self, seed, dtypes=(torch.float32, *HALVES), head_dims=HEAD_DIMS):
         self.rng = r = random.Random(seed)
@@ -32,7 +33,8 @@ class Case:
         dtype = r.choice(dtypes)
         self.window = r.choice(self.WINDOWS)
         self.new_keys = r.choice((None, 0, self.q_len, 100))
-        self.leftpad = [r.choice((0, 0, 0, r.randint(0, self.room))) for _ in range(self.batch)]
+        most = self.room if self.PADDED else 0
+        self.leftpad = [r.choice((0, 0, 0, r.randint(0, most))) for _ in range(self.batch)]
 
         def randn(length, heads):
             return torch.randn(self.batch, length, heads, self.head_dim, device=DEVICE).to(dtype)

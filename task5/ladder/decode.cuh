@@ -217,18 +217,6 @@ DEVICE Part merge_tree_of(int bits, Get get) {
   return p;
 }
 
-// The same of n parts, up to 64; of a power of two up to 32 as the leaves of a tree.
-template <typename Get>
-DEVICE Part merge_tree_of_many(int n, Get get) {
-  Part p = merge_tree_of(min(32 - __clz(n - 1), 4), get);
-#pragma unroll 1
-  for (int first = 16; first < n; first += 16) {
-    Part next = merge_tree<8>(get, first);
-    merge(next, {merge_tree<8>(get, first + 8)}), merge(p, {next});
-  }
-  return p;
-}
-
 // Two 16-bit values in one register.
 template <typename T>
 DEVICE uint32_t pack(float low, float high) {

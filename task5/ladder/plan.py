@@ -265,7 +265,7 @@ def _by_length(
     at_once = min(at_once, clusters)
     parts = 4 * at_once // 3 + 1  # of clusters with more than three quarters of a share
     floats = parts * call.query(rung, "rows_of_a_pair") * call.head_dim // 4 * 6
-    counters = batch * pairs * of_a_cluster + 1
+    counters = (batch * pairs + parts) * of_a_cluster + 1  # of pairs, and of groups of parts
     return Plan(rung, clusters * of_a_cluster, chunks, at_once, floats, counters)
 
 

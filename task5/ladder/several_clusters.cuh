@@ -10,33 +10,54 @@ struct SeveralClusters {
   const Decode& a;
   int pair, cluster, rank;   // of all pairs, of the pair, of the cluster
   int clusters, block_bits;  // of the pair; 1 << block_bits blocks of a cluster
-  int64_t first;                 // of the pair's clusters, among all that share one
+  int64_t first;             // of the pair's clusters, among all that share one
 
   DEVICE float* slot(int cluster, int quad) const {
     return a.partial + (first + cluster) * (ROWS * QUADS * FLOATS) + quad * 4;
   }
-  DEVICE void put(int quad, const Part& p) const {
-    float* to = slot(cluster, quad);
+  DEVICE void put(int quad, const Part& p) const { put(cluster, quad, p); }
+
+  // Block r of the last cluster merges what the blocks r have. Of many clusters the last one of each group does first,
+  // whose parts become one, in the place of the group's first: so several SMs share that work. meet() is a barrier of
+  // `threads` threads, which share `last`; use(quad, part) takes what comes out of the quads below `quads`.
+  template <typename Meet, typename Use>
+  DEVICE void merge(bool& last, int threads, int quads, Meet meet, Use use) const {
+    constexpr int GROUP = 8, MOST_AT_ONCE = 16;
+    int parts = clusters, apart = 1;  // parts that are left, and the places from one to the next
+    if (clusters > MOST_AT_ONCE) {
+      const int begin = cluster & ~(GROUP - 1), of_group = min(GROUP, clusters - begin);
+      int* counters = a.counters + (a.batch * a.pairs() << block_bits) + 1;  // behind those of pairs and of items
+      if (!is_last(last, counters + ((first + begin) << block_bits), of_group, meet)) return;
+      merge_parts(begin, 1, of_group, threads, quads, [&](int quad, const Part& p) { put(begin, quad, p); });
+      parts = ceil_div(clusters, GROUP), apart = GROUP;
+    }
+    if (!is_last(last, a.counters + (pair << block_bits), parts, meet)) return;
+    merge_parts(0, apart, parts, threads, quads, use);
+  }
+
+ private:
+  DEVICE void put(int of, int quad, const Part& p) const {
+    float* to = slot(of, quad);
     __stcg(reinterpret_cast<float4*>(to), p.O);
     __stcg(reinterpret_cast<float2*>(to + ROWS * D - quad * 2), make_float2(p.m, p.l));
   }
-
-  // Block r of the last cluster merges what the blocks r have. meet() is a barrier of `threads` threads, which share
-  // `last`; use(quad, part) takes what comes out of the quads below `quads`.
-  template <typename Meet, typename Use>
-  DEVICE void merge(bool& last, int threads, int quads, Meet meet, Use use) const {
+  // Whether of so many clusters' blocks r this one is the last to come.
+  template <typename Meet>
+  DEVICE bool is_last(bool& last, int* counters, int of, Meet meet) const {
     meet();
     if (threadIdx.x == 0) {
-      int* counter = &a.counters[(pair << block_bits) + rank];
-      last = add_acquire_release(counter, 1) == clusters - 1;
-      if (last) *counter = 0;  // for the next launch
+      last = add_acquire_release(counters + rank, 1) == of - 1;
+      if (last) counters[rank] = 0;  // for the next launch
     }
     meet();
-    if (!last) return;
+    return last;
+  }
+  template <typename Use>
+  DEVICE void merge_parts(int begin, int apart, int parts, int threads, int quads, Use use) const {
     for (int quad = rank + (threadIdx.x << block_bits); quad < quads; quad += threads << block_bits) {
-      use(quad, merge_tree_of_many(clusters, [&](int n) -> Part {
-            if (n >= clusters) return {};
-            const float* from = slot(n, quad);
+      use(quad, merge_tree_of(32 - __clz(parts - 1), [&](int n) -> Part {
+            if (n >= parts) return {};
+            const float* from = slot(begin + n * apart, quad);
             const float2 ml = __ldcg(reinterpret_cast<const float2*>(from + ROWS * D - quad * 2));
             return {ml.x, ml.y, __ldcg(reinterpret_cast<const float4*>(from))};
           }));

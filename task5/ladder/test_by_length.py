@@ -14,7 +14,13 @@ from common.tests.devices import DEVICE, of_gpus_hopper
 from task5.ladder import call, chunk, plan
 from task5.ladder.cases import CASES, HALVES, Case, head_dims_of
 from task5.ladder.chunk import chunk_attention
-from task5.ladder.plan import BY_LENGTH, IN_16_BITS, MORE_ROWS, OF_EIGHT_WARPS
+from task5.ladder.plan import (
+    BY_LENGTH,
+    IN_16_BITS,
+    MORE_ROWS,
+    MORE_ROWS_BY_LENGTH,
+    OF_EIGHT_WARPS,
+)
 
 _order = Kernels(__file__, "../../common/tests/kernels/longest_first.cu")
 _parts = Kernels(__file__, "../../common/tests/kernels/by_length.cu")
@@ -48,6 +54,20 @@ class UnevenOfEightWarps(Uneven):
     """Parts of a pair have twice as many keys."""
 
     ROOM = 3000
+
+
+class ManyParts(Uneven):
+    """One long sequence, of which more clusters have a part than are merged at once."""
+
+    WINDOWS, PADDED = (None,), False
+    ROOM = 36_000
+
+    def choose(self, r, head_dims):
+        self.batch, self.kv_heads, self.heads, self.q_len = 3, 1, r.choice((1, 5)), r.choice((1, 3))
+        self.head_dim, self.room = head_dims[0], self.ROOM
+        self.lengths = r.sample(
+            [self.room - r.randint(0, 99), r.randint(0, 40), r.randint(0, 400)], 3
+        )
 
 
 class UnevenChunk(Uneven):
@@ -107,6 +127,36 @@ def test_long_sequences_among_short_ones(monkeypatch, part, rung):
         assert torch.equal(case.run(rung=tree, batch_invariant=True), whole)
     plan.plan.cache_clear()
     assert cut
+
+
+@of_gpus_hopper
+@pytest.mark.parametrize("rung", BY_LENGTH)
+def test_many_parts_of_a_pair_are_merged_in_groups(monkeypatch, rung):
+    """In clusters of two, or in single blocks of which a pair has an odd number."""
+    workspace, scratch = call.workspace, []
+
+    def watched(device, floats, counters):
+        scratch.append(
+            (torch.full((floats,), math.nan, device=device), workspace(device, 1, counters)[1])
+        )
+        return scratch[-1]
+
+    monkeypatch.setattr(call, "workspace", watched)
+    given = {"dtypes": HALVES} if rung in IN_16_BITS else {}
+    room = ManyParts.ROOM * (2 if rung in OF_EIGHT_WARPS else 1)
+    monkeypatch.setattr(ManyParts, "ROOM", room)
+    case = ManyParts(new_seed() + rung, head_dims=(64,), **given)
+    for sms, blocks in ((66, 2), (27, 1)):
+        monkeypatch.setattr(call, "sms_of", lambda device, sms=sms: sms)
+        monkeypatch.setattr(plan, "blocks_by_length", lambda *_, blocks=blocks: (blocks, 0))
+        plan.plan.cache_clear()
+        scratch.clear()
+        case.check(case.run(rung=rung))
+        ((partial, counters),) = scratch
+        blocks = 2 if rung == MORE_ROWS_BY_LENGTH else blocks
+        of_parts = partial.view(4 * (sms // blocks) // 3 + 1, -1).isfinite().any(1)
+        assert not counters.any() and of_parts.sum() > (16 if sms // blocks > 16 else 0)
+    plan.plan.cache_clear()
 
 
 @of_gpus_hopper

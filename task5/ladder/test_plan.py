@@ -154,7 +154,8 @@ def test_few_pairs_by_length_have_clusters_of_two_on_all_sms(h200, head_dim):
         ):
             work = plan(h200(dtype=2, head_dim=head_dim), batch, kv_heads, 65536, False, rung)
             assert (work.blocks, work.slots) == (clusters * 2, clusters)
-            assert work.counters == batch * kv_heads * 2 + 1
+            parts = 4 * clusters // 3 + 1
+            assert work.counters == (batch * kv_heads + parts) * 2 + 1
         alone = plan(h200(dtype=2, head_dim=head_dim), 67, 1, 65536, False, rung)
         assert (alone.blocks, alone.slots) == (67, 67)
 
@@ -197,9 +198,11 @@ def test_the_blocks_of_rung_5(h200, batch, kv_heads, kv_len, blocks, parts):
 def test_where_lengths_decide_a_grid_has_a_cluster_for_each_pair(h200):
     call, (deep, shallow, of_eight_warps, _) = h200(dtype=2), BY_LENGTH
     one_each = plan(call, 64, 8, 4096, False, deep)
-    assert (one_each.blocks, one_each.slots) == (64 * 8, 396) and one_each.counters == 64 * 8 + 1
+    assert (one_each.blocks, one_each.slots) == (64 * 8, 396)
+    assert one_each.counters == 64 * 8 + 4 * 396 // 3 + 1 + 1
     few = plan(call, 16, 8, 8192, False, deep)  # clusters of two, no more of them than pairs
-    assert (few.blocks, few.slots) == (128 * 2, 128) and few.counters == 128 * 2 + 1
+    assert (few.blocks, few.slots) == (128 * 2, 128)
+    assert few.counters == (128 + 4 * 128 // 3 + 1) * 2 + 1
     assert plan(call, 12, 8, 8192, False, deep).blocks == 96
     for rung, at_once in ((shallow, 396), (of_eight_warps, 132)):
         work = plan(call, 64, 8, 4096, False, rung)
