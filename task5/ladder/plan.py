@@ -238,13 +238,12 @@ def blocks_by_length(call: Call, pairs: int) -> tuple[int, int]:
     """Blocks of a cluster where lengths decide and pairs are few, and of a pair if all are as long as each other.
 
     A pair may have any number of clusters. They are of two blocks, which read in order together, unless single ones are
-    more, and these are on almost all SMs, or there is much to compute.
+    more, and these are on almost all SMs, or there is much to compute. Large states are merged faster by two.
     """
     single, of_two = call.sms // pairs, call.sms // 2 // pairs * 2
-    enough = 0.9 if call.head_dim == 256 else ALMOST_ALL
-    if of_two < single <= MOST_BLOCKS and (
-        call.item_size == 4 or pairs * single >= enough * call.sms
-    ):
+    float32, wide = call.item_size == 4, call.head_dim == 256
+    enough = float32 or pairs * single >= (0.9 if wide else ALMOST_ALL) * call.sms
+    if of_two < single <= MOST_BLOCKS and enough and not (wide and call.rows > ROWS // 2):
         return 1, single
     return 2, of_two
 

@@ -254,6 +254,7 @@ def test_few_pairs_by_length(h200):
     for pairs, blocks in ((5, (2, 26)), (12, (1, 11)), (18, (1, 7)), (24, (2, 4)), (64, (2, 2))):
         assert blocks_by_length(h200(dtype=2), pairs) == blocks
     assert blocks_by_length(h200(dtype=2, head_dim=256), 24) == (1, 5)
+    assert blocks_by_length(h200(dtype=2, head_dim=256, rows=9), 24) == (2, 4)
     assert blocks_by_length(h200(dtype=0), 36) == (1, 3)
 
 
