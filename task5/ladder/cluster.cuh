@@ -193,7 +193,7 @@ struct Cluster {
 
  private:
   template <int ROWS, int D>
-  DEVICE SeveralClusters<ROWS, D> clusters(const Decode& a, const Walk& w) const {
+  DEVICE SeveralClusters<ROWS, D, BY_LENGTH> clusters(const Decode& a, const Walk& w) const {
     const int pair = w.b * a.pairs() + w.pair;
     return {a, pair, place.cluster(bits), rank, place.clusters(a), bits, place.first(a)};
   }

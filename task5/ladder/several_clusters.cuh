@@ -4,9 +4,11 @@
 #include "count.cuh"
 #include "decode.cuh"
 
-template <int ROWS, int D>
+// ANY_NUMBER of clusters, and not a power of two up to MOST_AT_ONCE, which takes fewer registers.
+template <int ROWS, int D, bool ANY_NUMBER = false>
 struct SeveralClusters {
   static constexpr int QUADS = D / 4, FLOATS = 6;  // of a row; of a quad: O, and behind all of them m, l
+  static constexpr int GROUP = 8, MOST_AT_ONCE = 16;
   const Decode& a;
   int pair, cluster, rank;   // of all pairs, of the pair, of the cluster
   int clusters, block_bits;  // of the pair; 1 << block_bits blocks of a cluster
@@ -22,9 +24,8 @@ struct SeveralClusters {
   // `threads` threads, which share `last`; use(quad, part) takes what comes out of the quads below `quads`.
   template <typename Meet, typename Use>
   DEVICE void merge(bool& last, int threads, int quads, Meet meet, Use use) const {
-    constexpr int GROUP = 8, MOST_AT_ONCE = 16;
     int parts = clusters, apart = 1;  // parts that are left, and the places from one to the next
-    if (clusters > MOST_AT_ONCE) {
+    if (ANY_NUMBER && clusters > MOST_AT_ONCE) {
       const int begin = cluster & ~(GROUP - 1), of_group = min(GROUP, clusters - begin);
       int* counters = a.counters + (a.batch * a.pairs() << block_bits) + 1;  // behind those of pairs and of items
       if (!is_last(last, counters + ((first + begin) << block_bits), of_group, meet)) return;
@@ -54,9 +55,10 @@ struct SeveralClusters {
   }
   template <typename Use>
   DEVICE void merge_parts(int begin, int apart, int parts, int threads, int quads, Use use) const {
+    const int bits = 32 - __clz(parts - 1);
     for (int quad = rank + (threadIdx.x << block_bits); quad < quads; quad += threads << block_bits) {
-      use(quad, merge_tree_of(32 - __clz(parts - 1), [&](int n) -> Part {
-            if (n >= parts) return {};
+      use(quad, merge_tree_of(bits, [&](int n) -> Part {
+            if (ANY_NUMBER ? n >= parts : n >> bits) return {};
             const float* from = slot(begin + n * apart, quad);
             const float2 ml = __ldcg(reinterpret_cast<const float2*>(from + ROWS * D - quad * 2));
             return {ml.x, ml.y, __ldcg(reinterpret_cast<const float4*>(from))};
