@@ -52,8 +52,10 @@ FEW_KEYS_OF_FLOAT32, MANY_KEYS_OF_FLOAT32 = 12_500, 70_000
 PAIR_KEYS = 4095  # of one or two pairs: up to so many, four warps take less time than eight
 # Batch-invariant, of pairs with several clusters: keys, counted as those, from which eight warps are faster.
 KEYS_OF_A_TREE, KEYS_OF_SEVERAL_TREES = 500_000, 80_000
-# Pairs that have several clusters each: of so few, lengths decide nothing; and below MANY_UNEVEN_BYTES.
+# Batch-invariant pairs that have several clusters each: of so few, lengths decide nothing; and below
+# MANY_UNEVEN_BYTES.
 FEW_PAIRS, SOME_PAIRS = 5, 8
+PAIRS_OF_16_BITS = 12  # up to so many any number of blocks pays where all lengths are equal
 
 
 class Choice(NamedTuple):
@@ -140,9 +142,18 @@ def fastest(
     if pairs <= most and is_spread(call, pairs, kv_len):
         return choice  # by length a pair that is not cut would have one cluster
     enough = bytes_ >= _uneven_bytes(call, pairs, page_size, batch_invariant)
-    if may_differ and enough and choice.rung in ONE_TREE:
+    # Equal lengths may have as many blocks of a pair as there is room for, too.
+    more = not batch_invariant and _has_more_blocks(call, pairs)
+    pays = more and (call.compute_bound or pairs <= PAIRS_OF_16_BITS) and batch <= MOST_SEQUENCES
+    if (may_differ or pays) and enough and choice.rung in ONE_TREE:
         return _fastest_by_length(call, pairs, batch_invariant, promised, long=long)
     return choice
+
+
+def _has_more_blocks(call: Call, pairs: int) -> bool:
+    """Whether any number of blocks of a pair is so many more than a power of two that all SMs count."""
+    _, blocks = blocks_by_length(call, pairs)
+    return 2 * pairs <= call.sms and 4 * blocks > 5 * power_of_two(call.sms // pairs)
 
 
 def _uneven_bytes(call: Call, pairs: int, page_size: int | None, batch_invariant: bool) -> float:
@@ -152,10 +163,9 @@ def _uneven_bytes(call: Call, pairs: int, page_size: int | None, batch_invariant
     if 2 * pairs > call.sms:
         one = pairs <= call.sms or ALMOST_ONE < pairs / call.sms <= ONE_AND_A_HALF
         return UNEVEN_BYTES if one and not (call.compute_bound or page_size) else MANY_UNEVEN_BYTES
-    # Any number of blocks may be more than a power of two, which counts where SMs have much to compute.
-    _, blocks = blocks_by_length(call, pairs)
-    more = not batch_invariant and 4 * blocks > 5 * power_of_two(call.sms // pairs)
+    more = not batch_invariant and _has_more_blocks(call, pairs)
     if page_size:
+        _, blocks = blocks_by_length(call, pairs)
         full = not batch_invariant and pairs * blocks >= ALMOST_ALL * call.sms
         return UNEVEN_BYTES if full or more else MANY_UNEVEN_BYTES
     if not call.compute_bound:

@@ -295,6 +295,25 @@ def test_many_rows_are_faster_as_a_chunk(h200):
     assert not is_faster_as_a_chunk(h200(dtype=2, rows=64)._replace(hopper=False), 8, 8192)
 
 
+def test_equal_lengths_have_any_number_of_blocks(h200):
+    """Where these are more than 1.25 x a power of two, as of 6, 9, 10 or 12 kv heads; not of 7, 8, 14 or 15."""
+
+    def rung(heads, megabytes, batch=1, lengths=1, **shape):
+        call = h200(**{"dtype": 2} | shape)
+        kv_len = int(megabytes * 1e6) // (2 * heads * call.head_dim * call.item_size)
+        return fastest(call, heads, kv_len, batch=batch, lengths=lengths).rung
+
+    for heads in (3, 5, 6, 9, 10, 11, 12, 18, 20, 22):
+        wide = rung(heads, 150, head_dim=256)
+        assert {wide, rung(heads, 150, dtype=0)} <= set(BY_LENGTH)
+        assert (rung(heads, 300) in BY_LENGTH) == (heads <= 12)
+        assert rung(heads, 200) not in BY_LENGTH
+    for heads in (1, 2, 4, 7, 8, 14, 15, 16, 32, 48):
+        few = rung(heads, 900), rung(heads, 900, dtype=0), rung(heads, 900, head_dim=256)
+        assert not set(few) & set(BY_LENGTH)
+    assert rung(10, 900, batch=129) not in BY_LENGTH
+
+
 def test_float32_of_more_than_four_rows(h200):
     """Four warps compute too long; with few pairs of head_dim 64 they do not."""
 
