@@ -24,10 +24,8 @@ from task5.ladder.plan import (
 
 _order = Kernels(__file__, "../../common/tests/kernels/longest_first.cu")
 _parts = Kernels(__file__, "../../common/tests/kernels/by_length.cu")
-MOST_PARTS, LEAST_KEYS = (
-    64,
-    16,
-)  # of a pair, of a part: as in by_length.cuh, where a tile has one key
+MOST_PARTS = 64  # of a pair, as in by_length.cuh
+LEAST_KEYS = 16  # of a part, where a tile has one key
 
 
 class Uneven(Case):
@@ -235,8 +233,8 @@ def test_the_largest_part_is_as_small_as_can_be(at_once):
 
 
 @of_gpus_hopper
-def test_parts_of_pairs_that_are_many():
-    """Where they are more than half of the clusters short ones share one; batch-invariant parts are a power of two."""
+def test_parts_of_many_pairs_and_batch_invariant_ones():
+    """Of pairs on more than half of the clusters short ones share one. A tree has a power of two of parts."""
     lengths = [64_000] + [100] * 59
     assert parts_of(lengths, 1, 66)[0] >= 40
     assert max(parts_of([64_000] * 60, 1, 66)) == 1
