@@ -19,11 +19,17 @@ struct ByLength {
   int2 known[HELD], now[HELD];  // the lane's lengths, before and after the launch ahead of this one is complete
   int2 own;                     // those of this cluster's sequence
 
-  DEVICE void start() { item = blockIdx.z * gridDim.y + blockIdx.y; }
+  DEVICE void start(const Decode& a) {
+    const int n = blockIdx.z * gridDim.y + blockIdx.y;
+    item = few_pairs(a) && a.block_bits == 0 ? one_of_two(n, of_grid()) : n;
+  }
   // Of sequences about as long as each other as the grid says, which takes few instructions to see.
   DEVICE void find(const Decode& a) {
     sequence_ = blockIdx.z, pair_ = blockIdx.y, part = items = 0, clusters_ = 1;
-    if (few_pairs(a)) sequence_ = min(sequence_, a.batch - 1);
+    if (few_pairs(a)) {
+      const int sequence = item / int(gridDim.y);
+      sequence_ = min(sequence, a.batch - 1), pair_ = item - sequence * gridDim.y;
+    }
     own = lengths(a, sequence_);
     load(a, known);
     const Shares shares(a, known);

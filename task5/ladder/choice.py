@@ -20,6 +20,7 @@ from task5.ladder.plan import (
     ONE_TREE,
     ROWS,
     Call,
+    are_on_all_sms,
     are_on_most_sms,
     blocks_by_length,
     is_spread,
@@ -146,7 +147,7 @@ def fastest(
     more = not batch_invariant and _has_more_blocks(call, pairs)
     pays = more and (call.compute_bound or pairs <= PAIRS_OF_16_BITS) and batch <= MOST_SEQUENCES
     if (may_differ or pays) and enough and choice.rung in ONE_TREE:
-        return _fastest_by_length(call, pairs, batch_invariant, promised, long=long)
+        return _fastest_by_length(call, pairs, bytes_, batch_invariant, promised)
     return choice
 
 
@@ -174,7 +175,7 @@ def _uneven_bytes(call: Call, pairs: int, page_size: int | None, batch_invariant
 
 
 def _fastest_by_length(
-    call: Call, pairs: int, batch_invariant: bool, promised: bool, *, long: bool
+    call: Call, pairs: int, bytes_: float, batch_invariant: bool, promised: bool
 ) -> Choice:
     """The fastest where lengths decide: the one whose blocks give all SMs as much to do.
 
@@ -195,11 +196,14 @@ def _fastest_by_length(
         eight = call.item_size == 4 or used >= ALMOST_ALL or (used >= 0.8 and not promised)
         return Choice(of_eight_warps if eight else deep, promised)
     if for_each_sm <= 1:
+        if not batch_invariant and are_on_all_sms(call, pairs, bytes_):
+            return Choice(of_eight_warps if call.item_size == 4 else deep)
         compute = call.item_size == 4 and not are_on_most_sms(call, pairs, 1)
         merge = batch_invariant and for_each_sm > MANY_SMS and _has_large_states(call)
         fill = are_on_most_sms(call, pairs, power_of_two(call.sms // pairs))
         if compute or merge or (fill and pairs <= SOME_PAIRS):
             return Choice(of_eight_warps)
+        long = bytes_ >= MANY_UNEVEN_BYTES
         return Choice(deep, promised and (long or for_each_sm <= SOME_SMS))
     return Choice(shallow if for_each_sm <= ONE_AND_A_HALF else of_eight_warps, promised)
 

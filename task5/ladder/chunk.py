@@ -33,9 +33,12 @@ MOST_CLUSTERS = 16  # of a tile
 # lengths a warp holds; tiles for each SM, which are short then; and from so many bytes of K and V on, of up to a tile
 # for every fourth SM and of more. Elsewhere equal lengths lose too much.
 MOST_SEQUENCES, MOST_UNEVEN_TILES, UNEVEN_BYTES, MANY_UNEVEN_BYTES = 128, 4.5, 100e6, 150e6
+# Of tiles of few rows, so many SMs for each from which on these are very few; and up to how many times as many tiles as
+# fill the SMs, or half of them, have parts for two rounds. See _by_length().
+SMS_OF_FEWEST, HALF_MORE = 24, 1.5
 # In the time that a block of ROWS rows takes for KEYS keys: a launch with its first loads and the merging in clusters;
-# several clusters' merging, and each of their parts.
-OVERHEAD, MERGING, PART = 9, 2, 1
+# several clusters' merging, and each of their parts: of many rows, and of FEW, unless batch-invariant.
+OVERHEAD, MERGING, PART = 9, (2, 1), (1, 0.25)
 # The same keys: computed by a block with so many rows; and, of a head_dim, delivered by the memory, where all SMs ask
 # for others. Batch-invariant, how much longer computing takes.
 COMPUTED, DELIVERED = {FEW: 0.42, ROWS: 1, MANY: 1.07}, {64: 0.25, 128: 1.3}
@@ -149,6 +152,8 @@ def chunk_attention(
         )
     ):
         by_length, clusters = at_once[SPLITS.index(splits)], 1
+        if not batch_invariant:
+            splits, by_length = _by_length(work, splits, at_once, sms_of(q.device))
         parts = 4 * by_length // 3 + 1  # each has three quarters of a share, or more
     floats, counts = parts * work.rows * (head_dim + 2), parts * splits
     more = {}
@@ -277,6 +282,21 @@ def _all_fit(sms: int) -> AtOnce:
     return tuple(max(1, sms // splits) for splits in SPLITS)
 
 
+def _by_length(work: Work, splits: int, at_once: AtOnce, sms: int) -> tuple[int, int]:
+    """Where lengths may differ: blocks of a cluster, and of how many clusters each would have the same share.
+
+    Tiles of few rows have clusters of two on all SMs: one long tile needs their bandwidth as much as several equal ones
+    do. Very few tiles have ``splits``, as a tile has at most MOST_CLUSTERS. Twice as many shares as there is room for
+    leave no SM idle, where tiles are somewhat more than SMs, and the last ones would be alone; or half as many, and
+    computing takes most of the time.
+    """
+    if work.rows == FEW and SMS_OF_FEWEST * work.tiles > sms:
+        splits = 2 if 2 * work.tiles <= sms else 1
+    compute = work.head_dim == 64 and work.rows != FEW
+    twice = sms < (2 if compute else 1) * work.tiles <= HALF_MORE * sms
+    return splits, at_once[SPLITS.index(splits)] * (2 if twice else 1)
+
+
 @functools.lru_cache(maxsize=1024)
 def _is_faster(
     batch: int,
@@ -324,6 +344,9 @@ def _cost(work: Work, at_once: AtOnce, split: tuple[int, int], leaves: int = 0) 
     splits, clusters = split
     blocks, room = splits * clusters, at_once[SPLITS.index(splits)]
     at_work = splits * min(room, work.tiles * clusters) / at_once[0]
+    few = work.rows == FEW and not leaves
+    if few and splits > 1 and at_work > 0.5:
+        at_work = 1  # some clusters share what others have alone, and are no faster than with all SMs at work
     computed = COMPUTED[work.rows] * (BATCH_INVARIANT[work.rows] if leaves else 1)
     # Tiles of a head read its keys together. The pace is that of what takes longer, and a little of the other's.
     delivered = DELIVERED[work.head_dim] * at_work / work.tiles_of_a_head
@@ -331,7 +354,7 @@ def _cost(work: Work, at_once: AtOnce, split: tuple[int, int], leaves: int = 0) 
     waves = -(-work.tiles * clusters // room)
     cost = waves * (-(-work.blocks // blocks) * pace + OVERHEAD)
     if clusters > 1:
-        cost += MERGING + PART * clusters / splits
+        cost += MERGING[few] + PART[few] * clusters / splits
     if leaves:
         of_a_consumer = _used(leaves, work.blocks) // (blocks * work.consumers)
         cost += LEAF * work.head_dim / 128 * max(0, of_a_consumer - 1)

@@ -37,7 +37,7 @@ DEVICE void find_item_by_length(const Chunk& c, Item& item) {
     group[i] = group_of(shares, parts[i] > 1);
     items[i] = lane + 32 * i < a.batch ? parts[i] * tiles : 0, of_lane += items[i];
   }
-  const int nth = blockIdx.x / c.splits;
+  const int nth = c.splits == 1 ? one_of_two(blockIdx.x, c.at_once) : blockIdx.x / c.splits;
   if (nth >= __reduce_add_sync(~0u, of_lane)) {
     if (lane == 0) item.clusters = 0;
     return;

@@ -26,7 +26,7 @@ struct ByGrid {
   static constexpr bool BY_LENGTH = false;
   int2 own, now;  // the sequence's lengths, before and after the launch ahead of this one is complete
 
-  DEVICE void start() {}
+  DEVICE void start(const Decode&) {}
   DEVICE void find(const Decode& a) { own = lengths(a, b()); }
   DEVICE void read_again(const Decode& a) { now = lengths(a, b()); }
   DEVICE bool holds(const Decode&) const { return now.x == own.x && now.y == own.y; }
@@ -71,7 +71,7 @@ struct Cluster {
   template <typename Buffer>
   DEVICE void start(const Decode& a, Buffer& buffer) {
     bits = a.block_bits, rank = blockIdx.x & ((1 << bits) - 1);
-    place.start();
+    place.start(a);
     if (threadIdx.x == 0) {
       mbarrier_init(&buffer.received, 1);
       mbarrier_init_fence();

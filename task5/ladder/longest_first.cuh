@@ -8,6 +8,11 @@
 constexpr int HELD = 4;     // sequences of a lane: lane + 32 i
 constexpr int GROUPS = 16;  // of sequences about as long as each other
 
+// The item of the nth of so many blocks that the GPU has room for at once, one for each SM. Two that follow each other
+// are on neighbouring SMs, which share their way to memory. So the first half of the items have a block of each two:
+// where the others have nothing to do, no two of the first need share it.
+DEVICE int one_of_two(int n, int at_once) { return n < at_once ? n / 2 + n % 2 * ((at_once + 1) / 2) : n; }
+
 // Of a sequence that has so many shares of all that there is to do, and whether several blocks have parts of it.
 DEVICE int group_of(float shares, bool cut) { return cut ? 0 : GROUPS - 1 - int(fminf(8 * shares, GROUPS - 2)); }
 

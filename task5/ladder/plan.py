@@ -48,7 +48,7 @@ MANY_KEYS = 512  # of a block of rung 5, so that more clusters pay
 LONG_BYTES, LONG_BYTES_COMPUTE_BOUND = 400e6, 100e6
 MOST_LEAVES = 512  # as in cluster.cuh
 MOST_SEQUENCES = 128  # whose lengths a warp of rungs 8 to 10 and 12 holds
-ALMOST_ALL = 0.95  # of the SMs
+ALMOST_ALL, MORE_THAN_HALF = 0.95, 0.58  # of the SMs
 ROWS = 16  # of q in a pair of rungs 3, 4 and 6 to 10, at most; in 16 bits
 
 
@@ -140,17 +140,24 @@ def plan(
             return _in_clusters(
                 call, rung, pairs, *_of_more_rows(call, pairs, kv_len, most), leaves
             )
-        few = 2 * pairs <= call.sms
+        bytes_ = 2 * batch * kv_heads * kv_len * call.head_dim * call.item_size
+        few, of_a_cluster, room = 2 * pairs <= call.sms, 0, call.sms
         if rung == MORE_ROWS_BY_LENGTH or (rung in BY_LENGTH and few):
             of_a_cluster = 2 if few and most > 1 else 1
             if few and not leaves and rung != MORE_ROWS_BY_LENGTH:
                 of_a_cluster, _ = blocks_by_length(call, pairs)
-            return _by_length(call, rung, batch, pairs // batch, of_a_cluster, kv_len, leaves)
+        elif not leaves and are_on_all_sms(call, pairs, bytes_):
+            if (rung, call.item_size) == (BY_LENGTH[0], 2):
+                of_a_cluster, room = 2, 2 * call.sms  # two of its blocks fit on an SM
+            elif (rung, call.item_size) == (BY_LENGTH[2], 4):
+                of_a_cluster = 1
+        if of_a_cluster:
+            return _by_length(call, rung, batch, pairs // batch, of_a_cluster, kv_len, leaves, room)
         most = min(most, MOST_BLOCKS)
         sms = call.sms // 2 if every_other_sm else None
         of_a_cluster, clusters = _of_a_cluster(call, rung, kv_heads, batch, kv_len, most, sms), 1
         long_bytes = LONG_BYTES_COMPUTE_BOUND if call.compute_bound else LONG_BYTES
-        if 2 * batch * kv_heads * kv_len * call.head_dim * call.item_size >= long_bytes:
+        if bytes_ >= long_bytes:
             # Clusters leave SMs idle that single blocks use.
             single = power_of_two(min(most, call.sms // pairs))
             if single > of_a_cluster:
@@ -248,19 +255,31 @@ def blocks_by_length(call: Call, pairs: int) -> tuple[int, int]:
     return 2, of_two
 
 
-def _by_length(
-    call: Call, rung: int, batch: int, pairs: int, of_a_cluster: int, kv_len: int, chunks: int
-) -> Plan:
-    """A cluster for each pair, or as many as there is room for; and room for the parts of fewer than these.
+def are_on_all_sms(call: Call, pairs: int, bytes_: float) -> bool:
+    """Whether a grid by length has blocks on all SMs, of more pairs than half of them: it may have many idle ones.
 
-    Of pairs on more than half of the SMs those without a pair of their own would only be in the next launch's way, but
-    for rung 12.
+    These are in the next launch's way, which costs equal lengths more than it gains others, where pairs are more than
+    somewhat over half of the SMs, or not long. In float32 computing takes longer than that.
     """
+    if call.head_dim == 256 or not call.sms < 2 * pairs < 2 * call.sms:
+        return False
+    return call.item_size == 4 or (pairs <= MORE_THAN_HALF * call.sms and bytes_ >= LONG_BYTES)
+
+
+def _by_length(
+    call: Call,
+    rung: int,
+    batch: int,
+    pairs: int,
+    of_a_cluster: int,
+    kv_len: int,
+    chunks: int,
+    room: int = 0,
+) -> Plan:
+    """A cluster for each pair, or as many as fit into ``room`` blocks; and room for the parts of fewer than these."""
     tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
     at_once = call.query(rung, "clusters_at_once", blocks=of_a_cluster, tiles=min(tiles, LONG))
-    clusters = batch * pairs
-    if 2 * clusters <= call.sms or rung == MORE_ROWS_BY_LENGTH:
-        clusters = max(batch, min(at_once, call.sms // of_a_cluster) // pairs) * pairs
+    clusters = max(batch, min(at_once, room // of_a_cluster) // pairs) * pairs
     at_once = min(at_once, clusters)
     parts = 4 * at_once // 3 + 1  # of clusters with more than three quarters of a share
     floats = parts * call.query(rung, "rows_of_a_pair") * call.head_dim // 4 * 6

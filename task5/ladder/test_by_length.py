@@ -84,7 +84,7 @@ class UnevenChunk(Uneven):
 def test_long_sequences_among_short_ones(monkeypatch, part, rung):
     """Also as on a GPU that holds fewer clusters than there are pairs, or more: then some take several items, or none.
 
-    And as on one with many SMs for each pair: then all rungs have more clusters than pairs.
+    And as on one with many SMs for each pair, or half as many again as pairs: then there are more clusters than pairs.
     """
     query, workspace, scratch = plan.Call.query, call.workspace, []
 
@@ -98,7 +98,11 @@ def test_long_sequences_among_short_ones(monkeypatch, part, rung):
         found = query(self, rung, name, **arguments)
         return min(found, most) if name == "clusters_at_once" else found
 
+    def between(call, pairs, bytes_):
+        return call.sms < 2 * pairs < 2 * call.sms
+
     monkeypatch.setattr(call, "workspace", watched)
+    monkeypatch.setattr(plan, "are_on_all_sms", between)
     cut = False
     seeds = random.Random(new_seed() + 10 * part + rung).sample(range(10**9), CASES)
     for i, seed in enumerate(seeds):
@@ -109,7 +113,7 @@ def test_long_sequences_among_short_ones(monkeypatch, part, rung):
         case = of_rung(seed, head_dims=head_dims_of(rung), **given)
         pairs = case.batch * case.kv_heads
         most = (pairs // 2, pairs, 3 * pairs)[i % 3]
-        sms = (6, pairs, 8 * pairs)[i // 3 % 3]
+        sms = (6, pairs, 3 * pairs // 2, 8 * pairs)[i // 3 % 4]
         monkeypatch.setattr(call, "sms_of", lambda device, sms=sms: sms)
         monkeypatch.setattr(plan.Call, "query", partialmethod(few, most))
         plan.plan.cache_clear()
@@ -183,6 +187,17 @@ def test_longest_first(sequences):
     assert all(cut[b] for b in order[:several])
     whole = [min(shares[b], 1.75) for b in order[several:]]
     assert all(x > y - 1 / 8 for x, y in itertools.pairwise(whole))
+
+
+@of_gpus_hopper
+@pytest.mark.parametrize("at_once", [1, 2, 7, 132])
+def test_of_two_neighbouring_blocks_one_has_an_item_of_the_first_half(at_once):
+    found = torch.full((at_once + 5,), -1, dtype=torch.int32, device=DEVICE)
+    _order.launch("halves", blocks=len(found), at_once=at_once, found=found)
+    items, half = found.tolist(), (at_once + 1) // 2
+    assert items[:at_once:2] == list(range(half))
+    assert items[1:at_once:2] == list(range(half, at_once))
+    assert items[at_once:] == list(range(at_once, at_once + 5))
 
 
 def parts_of(lengths, kv_heads, at_once, chunks=0):

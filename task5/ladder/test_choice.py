@@ -204,7 +204,7 @@ def test_lengths_that_may_differ_decide(h200):
     deep, shallow, of_eight_warps, _ = BY_LENGTH
     assert rung(128, 8192, 16) == rung(104, 16384, 13) == deep
     assert rung(256, 4096, 32, head_dim=256) == rung(64, 5000, 8, head_dim=256) == deep
-    assert rung(120, 8192, 15, dtype=0) == deep  # one on almost each SM
+    assert rung(120, 8192, 15, dtype=0) == of_eight_warps
     assert rung(144, 8192, 18) == rung(512, 4096, 64) == deep
     assert rung(160, 8192, 20) == rung(208, 8192, 26) == rung(192, 4096, 24, dtype=0) == shallow
     assert rung(256, 4096, 32) == rung(256, 4096, 128) == rung(224, 8192, 28) == of_eight_warps
@@ -256,6 +256,21 @@ def test_few_pairs_by_length(h200):
     assert blocks_by_length(h200(dtype=2, head_dim=256), 24) == (1, 5)
     assert blocks_by_length(h200(dtype=2, head_dim=256, rows=9), 24) == (2, 4)
     assert blocks_by_length(h200(dtype=0), 36) == (1, 3)
+
+
+def test_somewhat_more_pairs_than_half_of_the_sms_by_length(h200):
+    """In 16 bits rung 8 without keys ahead, which others take; in float32 rung 10 up to all SMs."""
+
+    def how(pairs, mb=450, **shape):
+        call = h200(**{"dtype": 2} | shape)
+        kv_len = mb * 10**6 // (2 * pairs * call.head_dim * call.item_size)
+        return fastest(call, pairs, kv_len, promised=True, lengths=pairs)
+
+    deep, _, of_eight_warps, _ = BY_LENGTH
+    assert how(67) == how(76) == how(72, head_dim=64) == how(72, head_dim=256) == Choice(deep)
+    assert how(77) == how(100) == Choice(deep, ahead=True)
+    assert how(72, mb=300) == Choice(deep)
+    assert how(67, dtype=0) == how(128, dtype=0) == Choice(of_eight_warps)
 
 
 def test_pairs_of_16_of_many_rows(h200):

@@ -156,8 +156,25 @@ def test_few_pairs_by_length_have_clusters_of_two_on_all_sms(h200, head_dim):
             assert (work.blocks, work.slots) == (clusters * 2, clusters)
             parts = 4 * clusters // 3 + 1
             assert work.counters == (batch * kv_heads + parts) * 2 + 1
-        alone = plan(h200(dtype=2, head_dim=head_dim), 67, 1, 65536, False, rung)
+        alone = plan(h200(dtype=2, head_dim=head_dim), 67, 1, 1024, False, rung)
         assert (alone.blocks, alone.slots) == (67, 67)
+
+
+def test_somewhat_more_pairs_than_half_of_the_sms_have_clusters_on_all_of_them(h200):
+    """In long caches, of two blocks of rung 8; in float32 single blocks, of up to as many pairs as SMs."""
+
+    def work(batch, kv_heads, kv_len, rung=8, **shape):
+        found = plan(h200(**{"dtype": 2} | shape), batch, kv_heads, kv_len, False, rung)
+        return found.blocks, found.slots
+
+    assert work(72, 1, 16384) == work(19, 4, 16384) == (264, 132)
+    assert work(9, 8, 16384) == (256, 128)
+    assert work(72, 1, 8192) == work(72, 1, 16384, head_dim=256) == (72, 72)
+    assert work(77, 1, 32768) == (77, 77) and work(72, 1, 16384, 10) == (72, 72)
+    assert work(67, 1, 1024, 10, dtype=0) == work(131, 1, 1024, 10, dtype=0) == (132, 132)
+    assert work(9, 8, 1024, 10, dtype=0) == (128, 128)
+    assert work(72, 1, 16384, dtype=0) == (72, 72)
+    assert plan(h200(dtype=2), 72, 1, 16384, True, 8).blocks == 72  # batch-invariant
 
 
 def test_two_blocks_share_an_sm_where_lengths_decide(h200):

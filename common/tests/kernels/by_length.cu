@@ -7,7 +7,7 @@ __global__ void find_items(Decode a, int items, int* found) {
   const int clusters = gridDim.y * gridDim.z;
   for (int item = blockIdx.z * gridDim.y + blockIdx.y; item < items; item += clusters) {
     ByLength place;
-    place.start();
+    place.start(a);
     place.go_on(item);
     place.find(a);
     if (place.none()) return;
