@@ -24,6 +24,7 @@ from task5.ladder.plan import (
 
 _order = Kernels(__file__, "../../common/tests/kernels/longest_first.cu")
 _parts = Kernels(__file__, "../../common/tests/kernels/by_length.cu")
+_tiles = Kernels(__file__, "../../common/tests/kernels/chunk_by_length.cu")
 MOST_PARTS = 64  # of a pair, as in by_length.cuh
 LEAST_KEYS = 16  # of a part, where a tile has one key
 
@@ -255,6 +256,28 @@ def test_parts_of_many_pairs_and_batch_invariant_ones():
     assert max(parts_of([64_000] * 60, 1, 66)) == 1
     assert parts_of(lengths, 1, 66, chunks=64) == [16] + [1] * 59
     assert parts_of([64_000] * 6, 1, 66, chunks=64) == [8] * 6
+
+
+@of_gpus_hopper
+@pytest.mark.parametrize(("batch", "kv_heads"), [(72, 1), (9, 8), (23, 4), (120, 1)])
+def test_single_blocks_that_are_idle_lie_beside_those_at_work(batch, kv_heads):
+    """Of two neighbours, which share a way to memory, one has an item of the first half: in decode, and in chunks."""
+    lengths, pairs = torch.full((batch,), 9000, dtype=torch.int32, device=DEVICE), batch * kv_heads
+    sequences, half = 132 // kv_heads, 132 // kv_heads * kv_heads // 2
+    busy = torch.full((sequences * kv_heads,), -1, dtype=torch.int32, device=DEVICE)
+    _parts.launch(
+        "busy", seqlens=lengths, batch=batch, kv_heads=kv_heads, kv_len=9000, sequences=sequences, busy=busy,
+    )  # fmt: skip
+    assert busy[::2].all() and busy[1::2].tolist() == [i < pairs - half for i in range(half)]
+    found = torch.full((150, 4), -1, dtype=torch.int32, device=DEVICE)
+    _tiles.launch(
+        "find", seqlens=lengths, batch=batch, kv_heads=kv_heads, kv_len=9000, splits=1, at_once=132,
+        blocks=len(found), found=found,
+    )  # fmt: skip
+    assert found[:132:2, 3].all() and not found[132:, 3].any()
+    assert found[1:132:2, 3].tolist() == [i < pairs - 66 for i in range(66)]
+    tiles = sorted(tuple(item) for item in found.tolist() if item[3])
+    assert tiles == [(b, head, 0, 1) for b in range(batch) for head in range(kv_heads)]
 
 
 def by_length(monkeypatch, always):

@@ -17,12 +17,31 @@ __global__ void find_items(Decode a, int items, int* found) {
   }
 }
 
-// found: (items, 4), a row of -1 where there is no such item. chunks: not 0 for a batch-invariant call.
-extern "C" cudaError_t find(const int* seqlens, int batch, int kv_heads, int kv_len, int sequences, int at_once,
-                            int chunks, int items, int* found, cudaStream_t stream) {
+// Whether each single block has an item.
+__global__ void find_idle(Decode a, int* busy) {
+  ByLength place;
+  place.start(a);
+  place.find(a);
+  if (threadIdx.x == 0) busy[blockIdx.z * gridDim.y + blockIdx.y] = !place.none();
+}
+
+static Decode of(const int* seqlens, int batch, int kv_heads, int kv_len, int at_once, int chunks) {
   Decode a;
   a.seqlens_k = seqlens, a.leftpad_k = nullptr, a.window = 0, a.q_len = 1;
   a.batch = batch, a.kv_heads = kv_heads, a.kv_len = kv_len, a.clusters_at_once = at_once, a.chunks = chunks;
+  return a;
+}
+
+// found: (items, 4), a row of -1 where there is no such item. chunks: not 0 for a batch-invariant call.
+extern "C" cudaError_t find(const int* seqlens, int batch, int kv_heads, int kv_len, int sequences, int at_once,
+                            int chunks, int items, int* found, cudaStream_t stream) {
+  const Decode a = of(seqlens, batch, kv_heads, kv_len, at_once, chunks);
   find_items<<<dim3(1, kv_heads, sequences), 32, 0, stream>>>(a, items, found);
+  return cudaGetLastError();
+}
+extern "C" cudaError_t busy(const int* seqlens, int batch, int kv_heads, int kv_len, int sequences, int* busy,
+                            cudaStream_t stream) {
+  const Decode a = of(seqlens, batch, kv_heads, kv_len, kv_heads * sequences, 0);
+  find_idle<<<dim3(1, kv_heads, sequences), 32, 0, stream>>>(a, busy);
   return cudaGetLastError();
 }
