@@ -264,11 +264,14 @@ def test_single_blocks_that_are_idle_lie_beside_those_at_work(batch, kv_heads):
     """Of two neighbours, which share a way to memory, one has an item of the first half: in decode, and in chunks."""
     lengths, pairs = torch.full((batch,), 9000, dtype=torch.int32, device=DEVICE), batch * kv_heads
     sequences, half = 132 // kv_heads, 132 // kv_heads * kv_heads // 2
-    busy = torch.full((sequences * kv_heads,), -1, dtype=torch.int32, device=DEVICE)
+    of_blocks = torch.full((sequences * kv_heads,), -2, dtype=torch.int32, device=DEVICE)
     _parts.launch(
-        "busy", seqlens=lengths, batch=batch, kv_heads=kv_heads, kv_len=9000, sequences=sequences, busy=busy,
+        "pairs", seqlens=lengths, batch=batch, kv_heads=kv_heads, kv_len=9000, sequences=sequences,
+        pairs=of_blocks,
     )  # fmt: skip
-    assert busy[::2].all() and busy[1::2].tolist() == [i < pairs - half for i in range(half)]
+    idle = [-1] * (2 * half - pairs)
+    assert of_blocks[::2].tolist() == list(range(half))
+    assert of_blocks[1::2].tolist() == [*range(half, pairs), *idle]
     found = torch.full((150, 4), -1, dtype=torch.int32, device=DEVICE)
     _tiles.launch(
         "find", seqlens=lengths, batch=batch, kv_heads=kv_heads, kv_len=9000, splits=1, at_once=132,

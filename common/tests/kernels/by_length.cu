@@ -17,12 +17,13 @@ __global__ void find_items(Decode a, int items, int* found) {
   }
 }
 
-// Whether each single block has an item.
-__global__ void find_idle(Decode a, int* busy) {
+// Which of all pairs each single block has, or -1.
+__global__ void find_pairs(Decode a, int* pairs) {
   ByLength place;
   place.start(a);
   place.find(a);
-  if (threadIdx.x == 0) busy[blockIdx.z * gridDim.y + blockIdx.y] = !place.none();
+  const int pair = place.none() ? -1 : place.b() * a.pairs() + place.pair();
+  if (threadIdx.x == 0) pairs[blockIdx.z * gridDim.y + blockIdx.y] = pair;
 }
 
 static Decode of(const int* seqlens, int batch, int kv_heads, int kv_len, int at_once, int chunks) {
@@ -39,9 +40,9 @@ extern "C" cudaError_t find(const int* seqlens, int batch, int kv_heads, int kv_
   find_items<<<dim3(1, kv_heads, sequences), 32, 0, stream>>>(a, items, found);
   return cudaGetLastError();
 }
-extern "C" cudaError_t busy(const int* seqlens, int batch, int kv_heads, int kv_len, int sequences, int* busy,
-                            cudaStream_t stream) {
+extern "C" cudaError_t pairs(const int* seqlens, int batch, int kv_heads, int kv_len, int sequences, int* pairs,
+                             cudaStream_t stream) {
   const Decode a = of(seqlens, batch, kv_heads, kv_len, kv_heads * sequences, 0);
-  find_idle<<<dim3(1, kv_heads, sequences), 32, 0, stream>>>(a, busy);
+  find_pairs<<<dim3(1, kv_heads, sequences), 32, 0, stream>>>(a, pairs);
   return cudaGetLastError();
 }
