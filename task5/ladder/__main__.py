@@ -49,7 +49,7 @@ PREFILL_SOURCES = (
 TESTS = tuple(
     FOLDER / f"test{part}.py"
     for part in ("", "_pages", "_batch_invariant", "_by_length", "_launches", "_bad_input", "_choice", "_plan",
-                 "_append", "_chunk")
+                 "_append", "_chunk", "_chunk_plan")
 )  # fmt: skip
 ROOM_ON_CPU = 96  # keys, for --steps
 
