@@ -8,5 +8,13 @@ import torch
 
 if not torch.cuda.is_available():  # Triton reads it when it is imported, which torch.compile does
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_runtest_teardown() -> None:
+    """Under pytest-xdist several processes share a GPU, and some cases need much of it."""
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()
+
+
 # END STAFF
 pytest_plugins = ["common.check.pytest_plugin"]
