@@ -1,6 +1,7 @@
 """Each kernel on the same inputs, by the CPU layer and by the GPU, in one run."""
 
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from unittest import mock
 
@@ -21,7 +22,11 @@ from task5.ladder import append_rope, decode_attention
 from task5.ladder.chunk import chunk_attention
 from task5.ladder.plan import BY_LENGTH, IN_16_BITS, OF_EIGHT_WARPS
 from task5.ladder.plan import RUNGS as DECODE_RUNGS
+from task6.generation import Config, Decoder, Weights
+from task6.generation.elementwise import add_rms_norm, swiglu
+from task6.generation.peers import llama
 from task6.generation.product import product
+from task6.generation.weights import Layer
 from task6.rope import RoPE, apply_rotary_emb
 
 SEED = new_seed()
@@ -141,9 +146,9 @@ def _decode_as_a_chunk(rng, device, paged=False, batch_invariant=False):
     return got, of_each(attention_float64), of_each(attention_pytorch)
 
 
-def _product(rng, device, dtype):
+def _product(rng, device, dtype, K):
     """Of a decode step: a norm before it, the residual behind it."""
-    sizes, scale = ((4, 264), (80, 264), (264,), (4, 80)), 264**-0.5
+    sizes, scale = ((4, K), (80, K), (K,), (4, 80)), K**-0.5
     x, w, norm, residual = (
         rng.randn(*size, dtype=dtype, scale=s)
         for size, s in zip(sizes, (1, scale, 1, 1), strict=True)
@@ -157,6 +162,46 @@ def _product(rng, device, dtype):
 
     truth = by_pytorch(*(t.double() for t in (x, w, norm, residual)))
     return got, truth, by_pytorch(x, w, norm, residual)
+
+
+def _norm_and_swiglu(rng, device, dtype):
+    """Of rows that are not next to each other."""
+    x, delta, norm = (rng.randn(*size, dtype=dtype) for size in ((5, 720), (5, 640), (640,)))
+    x_there, delta_there, norm_there = (t.to(device, copy=True) for t in (x, delta, norm))
+    normed, gated = (torch.empty(5, n, dtype=dtype, device=device) for n in (640, 320))
+    add_rms_norm(x_there[:, 48:688], delta_there, norm_there, normed, 1e-5)
+    swiglu(normed, gated)
+
+    def by_pytorch(x, delta, norm):
+        x = torch.cat((x[:, :48], x[:, 48:688] + delta, x[:, 688:]), 1)
+        normed = F.rms_norm(x[:, 48:688], norm.shape, norm, 1e-5)
+        gate, up = normed.chunk(2, 1)
+        return torch.cat((x, normed, F.silu(gate) * up), 1)
+
+    truth = by_pytorch(*(t.double() for t in (x, delta, norm)))
+    return torch.cat((x_there, normed, gated), 1), truth, by_pytorch(x, delta, norm)
+
+
+def _step(rng, device, dtype, batch):
+    """In one launch. The CPU has read the prompt, so a GPU runs no other kernel."""
+    config = Config(2, 192, 12, 2, 64, 320, 100)
+    torch.manual_seed(SEED)
+    weights = Weights.random(config, dtype=dtype)
+    prompt = torch.randint(config.vocab, (batch, 70))
+    reader = Decoder(weights, batch, 80, persistent=False)
+    reader.prefill(prompt)
+    layers = (Layer(**{n: t.to(device) for n, t in vars(x).items()}) for x in weights.layers)
+    others = (t.to(device) for t in (weights.norm, weights.lm_head))
+    there = Weights(config, weights.embedding.to(device), tuple(layers), *others)
+    decoder = Decoder(there, batch, 80, persistent=True)
+    for name in ("k_cache", "v_cache", "tokens", "lengths"):
+        getattr(decoder, name).copy_(getattr(reader, name))
+    decoder.one_launch()
+    read = torch.cat((prompt, reader.tokens), 1)
+    model = llama(weights)
+    with torch.no_grad():
+        pytorch, truth = (m(read).logits[:, -1] for m in (model, deepcopy(model).double()))
+    return decoder.logits, truth, pytorch
 
 
 def _tensor_core_product(rng, device):
@@ -283,8 +328,21 @@ KERNELS = {
         if THEY_RUN
         else {}
     ),
-    "product float32": partial(_product, dtype=torch.float32),
-    "product bfloat16": partial(_product, dtype=torch.bfloat16),
+    **{
+        f"product {str(dtype)[6:]}, {K} columns": partial(_product, dtype=dtype, K=K)
+        for dtype in (torch.float32, torch.bfloat16)
+        for K in (264, 320)  # 320: whole lines of memory, so on a Hopper w comes by TMA
+    },
+    **{
+        f"norm and swiglu {str(dtype)[6:]}": partial(_norm_and_swiglu, dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    },
+    **{
+        f"step {str(dtype)[6:]}, batch {batch}": partial(_step, dtype=dtype, batch=batch)
+        for dtype in (torch.float32, torch.bfloat16)
+        for batch in (1, 3)
+        if THEY_RUN
+    },
     **({"product on tensor cores": _tensor_core_product} if HOPPER else {}),
     **{
         f"append{', dependent' * dependent}": partial(_append, dependent=dependent)

@@ -44,9 +44,13 @@ def test_what_counts_as_clean(tool, script, clean, summary):
 
 def test_the_parts_are_told_apart(tool):
     tool("echo ERROR SUMMARY: 0 errors")
-    names = [gpu_evidence.sanitize("memcheck", test)["test"] for test in gpu_evidence.EVERY_KERNEL]
+    parts = [("memcheck", "decode"), ("memcheck", "not decode"), ("initcheck", "not decode")]
+    jobs = [(tool, gpu_evidence.kernels(tool, part)) for tool, part in parts]
+    names = [gpu_evidence.sanitize(*job)["test"] for job in jobs]
     file = "common/tests/test_devices_agree.py"
-    assert names == [f"{file} -k decode", f"{file} -k not decode"]
+    assert names == [
+        f"{file} -k {part}" for part in ("decode", "not decode", "not decode and not step")
+    ]
 
 
 def test_a_job_that_hangs_is_stopped_and_reported(tool, monkeypatch, capsys):
