@@ -183,7 +183,7 @@ def _norm_and_swiglu(rng, device, dtype):
 
 
 def _step(rng, device, dtype, batch):
-    """In one launch. The CPU has read the prompt, so a GPU runs no other kernel."""
+    """In one launch, behind a prompt that the CPU has read."""
     config = Config(2, 192, 12, 2, 64, 320, 100)
     torch.manual_seed(SEED)
     weights = Weights.random(config, dtype=dtype)
