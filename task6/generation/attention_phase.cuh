@@ -185,7 +185,7 @@ DEVICE void attend(const Model& m, int layer, Item<T, D> item, Memory<T, X_ROWS,
     if (item.split >= item.splits) continue;
     load_newest(m, item, mem.parts.newest, grid.tag_read());
     meet();
-    if (threadIdx.x == 0) poke(&mem.ring.phase, grid.phases);
+    if (threadIdx.x == 0) atomicExch(&mem.ring.phase, grid.phases);
     Attention attention(mem.parts.newest, item.heads, m.scale * 1.44269504f);  // log2(e)
 #pragma unroll 1
     for (int first = item.begin; first < item.end; first += KEYS<T, D>) {

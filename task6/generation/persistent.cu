@@ -73,7 +73,7 @@ DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage)
     Share<T, X_ROWS, Math, MOST_UNITS, X_PIECES<X_ROWS>, ARRIVAL<X_ROWS>> share(p, mem.ring, mem.x, stage);
     grid.wait_for_all();
     if (BY_VALUE && which == QKV) empty_places<T>(m, i);
-    if (threadIdx.x == 0) poke(&mem.ring.phase, grid.phases);
+    if (threadIdx.x == 0) atomicExch(&mem.ring.phase, grid.phases);
     share.compute(
         [&](int row, int column, float sum) {
           if (m.gpus == 1 || (which != O && which != DOWN)) return sum;

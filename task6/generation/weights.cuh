@@ -64,7 +64,7 @@ inline cudaError_t make_weights_map(CUtensorMap* map, const void* w, int64_t str
 template <int X_ROWS>
 struct Shared {
   uint64_t full[MOST_STAGES], empty[MOST_STAGES];
-  int phase;  // that the block's warps are at, of a kernel with several
+  int phase;  // that the block's warps are at, of a kernel with several: by atomics, as what loads looks at any time
   // Of the warps: a pass's sums, while the pass before is finished.
   using Sums = float[WARPS][X_ROWS][MOST_UNITS * UNIT + 1];
   Sums sums[2];
@@ -90,14 +90,6 @@ DEVICE T peek(const T* at) {
   return *static_cast<const volatile T*>(at);
 #else
   return __atomic_load_n(at, __ATOMIC_RELAXED);
-#endif
-}
-template <typename T>
-DEVICE void poke(T* at, T value) {
-#ifdef __CUDACC__
-  *static_cast<volatile T*>(at) = value;
-#else
-  __atomic_store_n(at, value, __ATOMIC_RELAXED);
 #endif
 }
 
@@ -131,8 +123,8 @@ DEVICE int64_t cycles() { return std::chrono::steady_clock::now().time_since_epo
 // so few stages of a later phase may be on their way at a time, but the whole ring of the warps' own, for all blocks
 // wait for the last one.
 template <int X_ROWS>
-DEVICE int in_flight(const Shared<X_ROWS>& mem, const Stage& stage, int phase, int of_later_ones) {
-  return peek(&mem.phase) < phase ? of_later_ones : stage.stages;
+DEVICE int in_flight(Shared<X_ROWS>& mem, const Stage& stage, int phase, int of_later_ones) {
+  return atomicOr(&mem.phase, 0) < phase ? of_later_ones : stage.stages;
 }
 // What was asked for `in_flight` stages ago has come.
 template <int X_ROWS>
