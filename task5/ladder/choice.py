@@ -20,9 +20,9 @@ from task5.ladder.plan import (
     ONE_TREE,
     ROWS,
     Call,
-    are_on_all_sms,
     are_on_most_sms,
     blocks_by_length,
+    grid_on_all_sms,
     is_spread,
     power_of_two,
 )
@@ -34,6 +34,9 @@ UNEVEN_BYTES_COMPUTE_BOUND = 300e6
 ALMOST_ONE, ONE_AND_A_HALF, FEW_WAVES = 1.17, 1.6, 3
 SOME_SMS = 0.3  # and up to which rung 8 loads keys ahead of the wait below MANY_UNEVEN_BYTES
 MANY_SMS = 0.4  # and from which on rung 10 is faster where the states of leaves are large
+MOST_WITHOUT_AHEAD = (
+    0.8  # of the SMs: up to so many with a block rung 8 is faster where no keys are loaded ahead
+)
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see fastest()
 # Of 17 to 32 rows: K and V from which on one read of them may be faster than two by twice as many blocks. And of more,
 # where kv heads are more than SMs: up to how many rows two reads by rung 11 are faster than one by rung 5.
@@ -163,7 +166,9 @@ def _uneven_bytes(call: Call, pairs: int, page_size: int | None, batch_invariant
         return math.inf  # compute-bound
     if 2 * pairs > call.sms:
         one = pairs <= call.sms or ALMOST_ONE < pairs / call.sms <= ONE_AND_A_HALF
-        return UNEVEN_BYTES if one and not (call.compute_bound or page_size) else MANY_UNEVEN_BYTES
+        grid = None if batch_invariant else grid_on_all_sms(call, pairs, UNEVEN_BYTES)
+        fits = (grid and grid.rung == BY_LENGTH[0]) or (one and not call.compute_bound)
+        return UNEVEN_BYTES if fits and not page_size else MANY_UNEVEN_BYTES
     more = not batch_invariant and _has_more_blocks(call, pairs)
     if page_size:
         _, blocks = blocks_by_length(call, pairs)
@@ -193,11 +198,11 @@ def _fastest_by_length(
         # for keys that are loaded ahead, and where many SMs are left over.
         _, blocks = blocks_by_length(call, pairs)
         used = pairs * blocks / call.sms
-        eight = call.item_size == 4 or used >= ALMOST_ALL or (used >= 0.8 and not promised)
+        eight = call.item_size == 4 or used >= (ALMOST_ALL if promised else MOST_WITHOUT_AHEAD)
         return Choice(of_eight_warps if eight else deep, promised)
     if for_each_sm <= 1:
-        if not batch_invariant and are_on_all_sms(call, pairs, bytes_):
-            return Choice(of_eight_warps if call.item_size == 4 else deep)
+        if not batch_invariant and (grid := grid_on_all_sms(call, pairs, bytes_)):
+            return Choice(grid.rung, promised and grid.ahead)
         compute = call.item_size == 4 and not are_on_most_sms(call, pairs, 1)
         merge = batch_invariant and for_each_sm > MANY_SMS and _has_large_states(call)
         fill = are_on_most_sms(call, pairs, power_of_two(call.sms // pairs))

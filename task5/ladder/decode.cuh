@@ -61,7 +61,9 @@ struct Decode {
   float scale;
   float* partial;  // [slot][rows of a pair][head_dim], and behind all of them m, l: [slot][rows of a pair][2]
   int64_t slots;  // in rungs 3 to 7 of all clusters, where several share a pair; in 8 to 10 clusters_at_once
-  int* counters;  // [batch * kv_heads * row_tiles], there times the blocks of a cluster; 0 between launches
+  // 0 between launches: of each pair, [batch * kv_heads * row_tiles], there times the blocks of a cluster; by length
+  // one of the items behind them, and those of groups of parts.
+  int* counters;
 
   DEVICE int pairs() const { return kv_heads * int(row_tiles.d); }  // of a sequence
 };

@@ -48,7 +48,10 @@ MANY_KEYS = 512  # of a block of rung 5, so that more clusters pay
 LONG_BYTES, LONG_BYTES_COMPUTE_BOUND = 400e6, 100e6
 MOST_LEAVES = 512  # as in cluster.cuh
 MOST_SEQUENCES = 128  # whose lengths a warp of rungs 8 to 10 and 12 holds
-ALMOST_ALL, MORE_THAN_HALF = 0.95, 0.58  # of the SMs
+# Of the SMs. By length: blocks that are on almost all, of few pairs; and pairs up to which blocks on all pay: clusters
+# of two, single ones with head_dim 256, and others.
+ALMOST_ALL, ALMOST_ALL_OF_256 = 0.95, 0.9
+MORE_THAN_HALF, MOST_OF_256, MOST_OF_16_BITS = 0.58, 0.62, 0.69
 ROWS = 16  # of q in a pair of rungs 3, 4 and 6 to 10, at most; in 16 bits
 
 
@@ -146,11 +149,8 @@ def plan(
             of_a_cluster = 2 if few and most > 1 else 1
             if few and not leaves and rung != MORE_ROWS_BY_LENGTH:
                 of_a_cluster, _ = blocks_by_length(call, pairs)
-        elif not leaves and are_on_all_sms(call, pairs, bytes_):
-            if (rung, call.item_size) == (BY_LENGTH[0], 2):
-                of_a_cluster, room = 2, 2 * call.sms  # two of its blocks fit on an SM
-            elif (rung, call.item_size) == (BY_LENGTH[2], 4):
-                of_a_cluster = 1
+        elif not leaves and (grid := grid_on_all_sms(call, pairs, bytes_)) and grid.rung == rung:
+            of_a_cluster, room = grid.of_a_cluster, grid.of_an_sm * call.sms
         if of_a_cluster:
             return _by_length(call, rung, batch, pairs // batch, of_a_cluster, kv_len, leaves, room)
         most = min(most, MOST_BLOCKS)
@@ -249,21 +249,40 @@ def blocks_by_length(call: Call, pairs: int) -> tuple[int, int]:
     """
     single, of_two = call.sms // pairs, call.sms // 2 // pairs * 2
     float32, wide = call.item_size == 4, call.head_dim == 256
-    enough = float32 or pairs * single >= (0.9 if wide else ALMOST_ALL) * call.sms
+    enough = float32 or pairs * single >= (ALMOST_ALL_OF_256 if wide else ALMOST_ALL) * call.sms
     if of_two < single <= MOST_BLOCKS and enough and not (wide and call.rows > ROWS // 2):
         return 1, single
     return 2, of_two
 
 
-def are_on_all_sms(call: Call, pairs: int, bytes_: float) -> bool:
-    """Whether a grid by length has blocks on all SMs, of more pairs than half of them: it may have many idle ones.
+class Grid(NamedTuple):
+    """Of a launch by length that has blocks on all SMs."""
 
-    These are in the next launch's way, which costs equal lengths more than it gains others, where pairs are more than
-    somewhat over half of the SMs, or not long. In float32 computing takes longer than that.
+    rung: int
+    of_a_cluster: int  # blocks
+    of_an_sm: int
+    ahead: bool  # keys are loaded ahead of the wait, where the caller allows it
+
+
+def grid_on_all_sms(call: Call, pairs: int, bytes_: float) -> Grid | None:
+    """By length, of more pairs than half of the SMs, and fewer than all; None where it has a cluster for each pair.
+
+    On all SMs it may have many idle blocks. These are in the next launch's way, which costs equal lengths more than it
+    gains others where pairs are many. In float32 computing takes longer than that; with more than four rows two blocks
+    on an SM compute no faster than one.
     """
-    if call.head_dim == 256 or not call.sms < 2 * pairs < 2 * call.sms:
-        return False
-    return call.item_size == 4 or (pairs <= MORE_THAN_HALF * call.sms and bytes_ >= LONG_BYTES)
+    if not call.sms < 2 * pairs < 2 * call.sms:
+        return None
+    deep, _, of_eight_warps, _ = BY_LENGTH
+    used = pairs / call.sms
+    if call.head_dim == 256:
+        return Grid(deep, 1, 1, False) if call.item_size == 2 and used <= MOST_OF_256 else None
+    if call.item_size == 4:
+        few_rows = call.rows <= ROWS // 4
+        return Grid(deep, 1, 2, True) if few_rows else Grid(of_eight_warps, 1, 1, False)
+    if used <= MORE_THAN_HALF and bytes_ >= LONG_BYTES:
+        return Grid(deep, 2, 2, False)
+    return Grid(deep, 1, 2, True) if used <= MOST_OF_16_BITS else None
 
 
 def _by_length(

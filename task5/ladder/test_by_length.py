@@ -99,11 +99,13 @@ def test_long_sequences_among_short_ones(monkeypatch, part, rung):
         found = query(self, rung, name, **arguments)
         return min(found, most) if name == "clusters_at_once" else found
 
-    def between(call, pairs, bytes_):
-        return call.sms < 2 * pairs < 2 * call.sms
+    def on_all_sms(call, pairs, bytes_):
+        of_a_cluster, of_an_sm = case.rng.choice(((1, 1), (2, 1), (1, 2), (2, 2)))
+        grid = plan.Grid(rung, of_a_cluster, of_an_sm, ahead=False)
+        return grid if call.sms < 2 * pairs < 2 * call.sms else None
 
     monkeypatch.setattr(call, "workspace", watched)
-    monkeypatch.setattr(plan, "are_on_all_sms", between)
+    monkeypatch.setattr(plan, "grid_on_all_sms", on_all_sms)
     cut = False
     seeds = random.Random(new_seed() + 10 * part + rung).sample(range(10**9), CASES)
     for i, seed in enumerate(seeds):

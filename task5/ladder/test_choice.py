@@ -204,13 +204,14 @@ def test_lengths_that_may_differ_decide(h200):
     deep, shallow, of_eight_warps, _ = BY_LENGTH
     assert rung(128, 8192, 16) == rung(104, 16384, 13) == deep
     assert rung(256, 4096, 32, head_dim=256) == rung(64, 5000, 8, head_dim=256) == deep
-    assert rung(120, 8192, 15, dtype=0) == of_eight_warps
+    assert rung(120, 8192, 15, dtype=0) == deep
+    assert rung(120, 8192, 15, dtype=0, rows=5) == of_eight_warps
     assert rung(144, 8192, 18) == rung(512, 4096, 64) == deep
     assert rung(160, 8192, 20) == rung(208, 8192, 26) == rung(192, 4096, 24, dtype=0) == shallow
     assert rung(256, 4096, 32) == rung(256, 4096, 128) == rung(224, 8192, 28) == of_eight_warps
     assert rung(160, 4096, 20) == shallow
     few = rung(64, 7000, 8), rung(256, 2048, 32), rung(4, 99_999, 4), rung(2, 999_999, 2)
-    few += rung(140, 4096, 20), rung(68, 4500, 17, head_dim=256), rung(68, 4096, 8, dtype=0)
+    few += rung(140, 4096, 20), rung(68, 3500, 17, head_dim=256), rung(68, 3500, 8, dtype=0)
     few += rung(64, 4096, 8, head_dim=256), rung(64, 4096, 8, dtype=0)
     few += rung(10, 12_000, 10, head_dim=256), rung(10, 12_000, 10, dtype=0)
     few += (rung(7, 99_999, 7, dtype=0, head_dim=256, rows=8),)
@@ -259,7 +260,7 @@ def test_few_pairs_by_length(h200):
 
 
 def test_somewhat_more_pairs_than_half_of_the_sms_by_length(h200):
-    """In 16 bits rung 8 without keys ahead, which others take; in float32 rung 10 up to all SMs."""
+    """Rung 8, with keys ahead but for clusters of two and head_dim 256; in float32 of many rows rung 10."""
 
     def how(pairs, mb=450, **shape):
         call = h200(**{"dtype": 2} | shape)
@@ -267,10 +268,15 @@ def test_somewhat_more_pairs_than_half_of_the_sms_by_length(h200):
         return fastest(call, pairs, kv_len, promised=True, lengths=pairs)
 
     deep, _, of_eight_warps, _ = BY_LENGTH
-    assert how(67) == how(76) == how(72, head_dim=64) == how(72, head_dim=256) == Choice(deep)
-    assert how(77) == how(100) == Choice(deep, ahead=True)
-    assert how(72, mb=300) == Choice(deep)
-    assert how(67, dtype=0) == how(128, dtype=0) == Choice(of_eight_warps)
+    assert how(67) == how(76) == how(72, head_dim=64) == Choice(deep)
+    assert how(77) == how(100) == how(72, mb=300) == Choice(deep, ahead=True)
+    wide = dict(head_dim=256)
+    assert how(72, **wide) == how(72, mb=260, **wide) == how(100, **wide) == Choice(deep)
+    assert how(72, mb=240, **wide) == how(100, mb=390, **wide) == Choice(4)
+    assert how(67, dtype=0) == how(128, mb=260, dtype=0) == Choice(deep, ahead=True)
+    assert how(67, dtype=0, rows=5) == how(128, dtype=0, rows=5) == Choice(of_eight_warps)
+    few = how(67, mb=240, dtype=0), how(67, mb=390, dtype=0, rows=5)
+    assert not {choice.rung for choice in few} & set(BY_LENGTH)
 
 
 def test_pairs_of_16_of_many_rows(h200):

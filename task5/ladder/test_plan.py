@@ -156,12 +156,12 @@ def test_few_pairs_by_length_have_clusters_of_two_on_all_sms(h200, head_dim):
             assert (work.blocks, work.slots) == (clusters * 2, clusters)
             parts = 4 * clusters // 3 + 1
             assert work.counters == (batch * kv_heads + parts) * 2 + 1
-        alone = plan(h200(dtype=2, head_dim=head_dim), 67, 1, 1024, False, rung)
-        assert (alone.blocks, alone.slots) == (67, 67)
+        alone = plan(h200(dtype=2, head_dim=head_dim), 99, 1, 1024, False, rung)
+        assert (alone.blocks, alone.slots) == (99, 99)
 
 
-def test_somewhat_more_pairs_than_half_of_the_sms_have_clusters_on_all_of_them(h200):
-    """In long caches, of two blocks of rung 8; in float32 single blocks, of up to as many pairs as SMs."""
+def test_somewhat_more_pairs_than_half_of_the_sms_have_blocks_on_all_of_them(h200):
+    """Of rung 8, two to an SM, or with head_dim 256 one; in long caches clusters of two. In float32 of more pairs."""
 
     def work(batch, kv_heads, kv_len, rung=8, **shape):
         found = plan(h200(**{"dtype": 2} | shape), batch, kv_heads, kv_len, False, rung)
@@ -169,20 +169,31 @@ def test_somewhat_more_pairs_than_half_of_the_sms_have_clusters_on_all_of_them(h
 
     assert work(72, 1, 16384) == work(19, 4, 16384) == (264, 132)
     assert work(9, 8, 16384) == (256, 128)
-    assert work(72, 1, 8192) == work(72, 1, 16384, head_dim=256) == (72, 72)
-    assert work(77, 1, 32768) == (77, 77) and work(72, 1, 16384, 10) == (72, 72)
-    assert work(67, 1, 1024, 10, dtype=0) == work(131, 1, 1024, 10, dtype=0) == (132, 132)
-    assert work(9, 8, 1024, 10, dtype=0) == (128, 128)
-    assert work(72, 1, 16384, dtype=0) == (72, 72)
+    assert work(72, 1, 8192) == work(91, 1, 8192) == work(77, 1, 32768) == (264, 264)
+    assert work(9, 8, 8192) == (264, 264)
+    assert work(81, 1, 4096, head_dim=256) == (132, 132)
+    assert work(82, 1, 4096, head_dim=256) == (82, 82)
+    assert work(92, 1, 8192) == (92, 92) and work(72, 1, 16384, 10) == (72, 72)
+    assert work(67, 1, 1024, dtype=0) == work(131, 1, 1024, dtype=0) == (264, 264)
+    assert (
+        work(67, 1, 1024, 10, dtype=0, rows=5)
+        == work(131, 1, 1024, 10, dtype=0, rows=5)
+        == (132, 132)
+    )
+    assert work(9, 8, 1024, 10, dtype=0, rows=5) == (128, 128)
+    assert (
+        work(72, 1, 16384, dtype=0, rows=5) == work(72, 1, 16384, dtype=0, head_dim=256) == (72, 72)
+    )
     assert plan(h200(dtype=2), 72, 1, 16384, True, 8).blocks == 72  # batch-invariant
 
 
 def test_two_blocks_share_an_sm_where_lengths_decide(h200):
     """Of few keys one, and where only some SMs would have a second one."""
     deep = BY_LENGTH[0]
-    assert [plan(h200(), 16, 8, n, False, deep).blocks for n in (2048, 8192)] == [128, 256]
-    assert plan(h200(), 16, 8, 8192, False, 4).blocks == 128
-    assert plan(h200(), 12, 8, 8192, False, deep).blocks == 96
+    call = h200(dtype=2)
+    assert [plan(call, 16, 8, n, False, deep).blocks for n in (2048, 8192)] == [128, 256]
+    assert plan(call, 16, 8, 8192, False, 4).blocks == 128
+    assert plan(call, 12, 8, 8192, False, deep).blocks == 96
 
 
 @pytest.mark.parametrize(
