@@ -34,7 +34,7 @@ MOST_CLUSTERS = 16  # of a tile
 # for every fourth SM and of more. Elsewhere equal lengths lose too much.
 MOST_SEQUENCES, MOST_UNEVEN_TILES, UNEVEN_BYTES, MANY_UNEVEN_BYTES = 128, 4.5, 100e6, 150e6
 # Of tiles of few rows, so many SMs for each from which on these are very few; and up to how many times as many tiles as
-# fill the SMs, or half of them, have parts for two rounds. See _by_length().
+# fill the SMs, or half of them, have parts for several rounds. See _by_length().
 SMS_OF_FEWEST, HALF_MORE = 24, 1.5
 # In the time that a block of ROWS rows takes for KEYS keys: a launch with its first loads and the merging in clusters;
 # several clusters' merging, and each of their parts: of many rows, and of FEW, unless batch-invariant.
@@ -286,15 +286,16 @@ def _by_length(work: Work, splits: int, at_once: AtOnce, sms: int) -> tuple[int,
     """Where lengths may differ: blocks of a cluster, and of how many clusters each would have the same share.
 
     Tiles of few rows have clusters of two on all SMs: one long tile needs their bandwidth as much as several equal ones
-    do. Very few tiles have ``splits``, as a tile has at most MOST_CLUSTERS. Twice as many shares as there is room for
-    leave no SM idle, where tiles are somewhat more than SMs, and the last ones would be alone; or half as many, and
-    computing takes most of the time.
+    do. Very few tiles have ``splits``, as a tile has at most MOST_CLUSTERS. Two or three times as many shares as there
+    is room for leave no SM idle, where tiles are somewhat more than SMs, and the last ones would be alone; or half as
+    many, and computing takes most of the time.
     """
     if work.rows == FEW and SMS_OF_FEWEST * work.tiles > sms:
         splits = 2 if 2 * work.tiles <= sms else 1
     compute = work.head_dim == 64 and work.rows != FEW
-    twice = sms < (2 if compute else 1) * work.tiles <= HALF_MORE * sms
-    return splits, at_once[SPLITS.index(splits)] * (2 if twice else 1)
+    more = sms < (2 if compute else 1) * work.tiles <= HALF_MORE * sms
+    rounds = (3 if work.head_dim == 64 and not compute else 2) if more else 1
+    return splits, at_once[SPLITS.index(splits)] * rounds
 
 
 @functools.lru_cache(maxsize=1024)

@@ -29,14 +29,15 @@ def test_clusters_of_few_rows_are_on_half_of_the_sms_or_almost_all():
 
 
 def test_blocks_and_shares_by_length():
-    """Clusters of two on all SMs for few rows; two rounds of shares where the last tiles would be alone."""
+    """Clusters of two on all SMs for few rows; several rounds of shares where the last tiles would be alone."""
 
     def chosen(tiles, rows=chunk.FEW, head_dim=128):
         return chunk._by_length(Work(tiles, 1, 400, rows, head_dim), 4, AT_ONCE, 132)
 
     assert chosen(5) == (4, 30) and chosen(6) == chosen(66) == (2, 66)
     assert chosen(67) == chosen(132) == chosen(199) == (1, 132)
-    assert chosen(133) == chosen(198) == chosen(198, head_dim=64) == (1, 264)
+    assert chosen(133) == chosen(198) == (1, 264)
+    assert chosen(133, head_dim=64) == (1, 396)
     assert chosen(66, chunk.ROWS) == chosen(132, chunk.ROWS) == (4, 30)
     assert chosen(133, chunk.ROWS) == chosen(67, chunk.ROWS, 64) == (4, 60)
     assert chosen(100, chunk.ROWS, 64) == chosen(133, chunk.ROWS, 64) == (4, 30)
