@@ -20,8 +20,8 @@ from task4.ladder import RUNGS, ladder_attention
 from task5.attention import flash_attention_decode, update_kv_cache
 from task5.ladder import append_rope, decode_attention
 from task5.ladder.chunk import chunk_attention
-from task5.ladder.plan import BY_LENGTH, IN_16_BITS, OF_EIGHT_WARPS
-from task5.ladder.plan import RUNGS as DECODE_RUNGS
+from task5.ladder.kernels import BY_LENGTH, IN_16_BITS, OF_EIGHT_WARPS
+from task5.ladder.kernels import RUNGS as DECODE_RUNGS
 from task6.generation import Config, Decoder, Weights
 from task6.generation.elementwise import add_rms_norm, swiglu
 from task6.generation.peers import llama

@@ -15,10 +15,10 @@ from task5.ladder.checks import (
     expect_scale,
     expect_window,
 )
-from task5.ladder.choice import Choice, fastest, is_faster_as_a_chunk
+from task5.ladder.choice import fastest, is_faster_as_a_chunk
 from task5.ladder.chunk import chunk_attention, fits
 from task5.ladder.gpu import is_hopper, sms_of, workspace
-from task5.ladder.plan import (
+from task5.ladder.kernels import (
     BY_LENGTH,
     IN_16_BITS,
     KERNELS,
@@ -27,8 +27,9 @@ from task5.ladder.plan import (
     ROWS,
     RUNGS,
     Call,
-    plan,
+    Choice,
 )
+from task5.ladder.plan import plan
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)

@@ -9,8 +9,8 @@ import torch
 from common.check import assert_close
 from common.tests.devices import DEVICE, of_gpus_hopper
 from task5.ladder import decode_attention
-from task5.ladder.plan import IN_16_BITS, OF_EIGHT_WARPS
-from task5.ladder.plan import RUNGS as ALL_RUNGS
+from task5.ladder.kernels import IN_16_BITS, OF_EIGHT_WARPS
+from task5.ladder.kernels import RUNGS as ALL_RUNGS
 
 RUNGS = [1, *(pytest.param(n, marks=of_gpus_hopper) for n in ALL_RUNGS[1:]), None]
 HALVES = (torch.float16, torch.bfloat16)

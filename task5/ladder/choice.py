@@ -1,13 +1,18 @@
 """Which rung a call of decode takes: from shapes alone, never from lengths."""
 
 import math
-from typing import NamedTuple
 
+from task5.ladder.by_length import (
+    FEW_PAIRS,
+    MANY_UNEVEN_BYTES,
+    SOME_PAIRS,
+    fastest_by_length,
+    has_more_blocks,
+    uneven_bytes,
+)
 from task5.ladder.chunk import UNEVEN_BYTES as MORE_UNEVEN_BYTES  # of more than 16 rows
 from task5.ladder.chunk import by_length_pays
-from task5.ladder.plan import (
-    ALMOST_ALL,
-    BY_LENGTH,
+from task5.ladder.kernels import (
     EIGHT_WARPS,
     IN_STEP,
     KEYS_AS_ROWS,
@@ -16,27 +21,16 @@ from task5.ladder.plan import (
     MORE_ROWS_BY_LENGTH,
     MOST_BLOCKS,
     MOST_SEQUENCES,
-    MOST_SPREAD,
     ONE_TREE,
     ROWS,
     Call,
+    Choice,
     are_on_most_sms,
-    blocks_by_length,
-    grid_on_all_sms,
-    is_spread,
+    has_large_states,
     power_of_two,
 )
+from task5.ladder.plan import MOST_SPREAD, is_spread
 
-# Of room for K and V, from which lengths decide: see _uneven_bytes().
-FEW_UNEVEN_BYTES, UNEVEN_BYTES, MANY_UNEVEN_BYTES = 125e6, 250e6, 400e6
-UNEVEN_BYTES_COMPUTE_BOUND = 300e6
-# Pairs for each SM where lengths decide: up to which rung 8 is the fastest, 9 with three blocks on an SM, and 10.
-ALMOST_ONE, ONE_AND_A_HALF, FEW_WAVES = 1.17, 1.6, 3
-SOME_SMS = 0.3  # and up to which rung 8 loads keys ahead of the wait below MANY_UNEVEN_BYTES
-MANY_SMS = 0.4  # and from which on rung 10 is faster where the states of leaves are large
-MOST_WITHOUT_AHEAD = (
-    0.8  # of the SMs: up to so many with a block rung 8 is faster where no keys are loaded ahead
-)
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see fastest()
 # Of 17 to 32 rows: K and V from which on one read of them may be faster than two by twice as many blocks. And of more,
 # where kv heads are more than SMs: up to how many rows two reads by rung 11 are faster than one by rung 5.
@@ -56,18 +50,7 @@ FEW_KEYS_OF_FLOAT32, MANY_KEYS_OF_FLOAT32 = 12_500, 70_000
 PAIR_KEYS = 4095  # of one or two pairs: up to so many, four warps take less time than eight
 # Batch-invariant, of pairs with several clusters: keys, counted as those, from which eight warps are faster.
 KEYS_OF_A_TREE, KEYS_OF_SEVERAL_TREES = 500_000, 80_000
-# Batch-invariant pairs that have several clusters each: of so few, lengths decide nothing; and below
-# MANY_UNEVEN_BYTES.
-FEW_PAIRS, SOME_PAIRS = 5, 8
 PAIRS_OF_16_BITS = 12  # up to so many any number of blocks pays where all lengths are equal
-
-
-class Choice(NamedTuple):
-    """How a call is made."""
-
-    rung: int
-    ahead: bool = False  # keys are loaded ahead of the wait, which the caller has to allow
-    every_other_sm: bool = False  # its blocks leave the other SMs to those of the launch behind it
 
 
 def is_faster_as_a_chunk(
@@ -145,72 +128,13 @@ def fastest(
     most = (FEW_PAIRS if long else SOME_PAIRS) if batch_invariant else 2
     if pairs <= most and is_spread(call, pairs, kv_len):
         return choice  # by length a pair that is not cut would have one cluster
-    enough = bytes_ >= _uneven_bytes(call, pairs, page_size, batch_invariant)
+    enough = bytes_ >= uneven_bytes(call, pairs, page_size, batch_invariant)
     # Equal lengths may have as many blocks of a pair as there is room for, too.
-    more = not batch_invariant and _has_more_blocks(call, pairs)
+    more = not batch_invariant and has_more_blocks(call, pairs)
     pays = more and (call.compute_bound or pairs <= PAIRS_OF_16_BITS) and batch <= MOST_SEQUENCES
     if (may_differ or pays) and enough and choice.rung in ONE_TREE:
-        return _fastest_by_length(call, pairs, bytes_, batch_invariant, promised)
+        return fastest_by_length(call, pairs, bytes_, batch_invariant, promised)
     return choice
-
-
-def _has_more_blocks(call: Call, pairs: int) -> bool:
-    """Whether any number of blocks of a pair is so many more than a power of two that all SMs count."""
-    _, blocks = blocks_by_length(call, pairs)
-    return 2 * pairs <= call.sms and 4 * blocks > 5 * power_of_two(call.sms // pairs)
-
-
-def _uneven_bytes(call: Call, pairs: int, page_size: int | None, batch_invariant: bool) -> float:
-    """Of room for K and V, from which lengths decide: below, equal lengths lose over 1 %."""
-    if call.item_size == 4 and call.head_dim == 256 and call.rows > ROWS // 4:
-        return math.inf  # compute-bound
-    if 2 * pairs > call.sms:
-        one = pairs <= call.sms or ALMOST_ONE < pairs / call.sms <= ONE_AND_A_HALF
-        grid = None if batch_invariant else grid_on_all_sms(call, pairs, UNEVEN_BYTES)
-        fits = (grid and grid.rung == BY_LENGTH[0]) or (one and not call.compute_bound)
-        return UNEVEN_BYTES if fits and not page_size else MANY_UNEVEN_BYTES
-    more = not batch_invariant and _has_more_blocks(call, pairs)
-    if page_size:
-        _, blocks = blocks_by_length(call, pairs)
-        full = not batch_invariant and pairs * blocks >= ALMOST_ALL * call.sms
-        return UNEVEN_BYTES if full or more else MANY_UNEVEN_BYTES
-    if not call.compute_bound:
-        return UNEVEN_BYTES
-    return FEW_UNEVEN_BYTES if more else UNEVEN_BYTES_COMPUTE_BOUND
-
-
-def _fastest_by_length(
-    call: Call, pairs: int, bytes_: float, batch_invariant: bool, promised: bool
-) -> Choice:
-    """The fastest where lengths decide: the one whose blocks give all SMs as much to do.
-
-    Rung 10 has one pair on an SM after the other. Where pairs are far more than SMs, most of them may be short, and two
-    at a time take less time. In float32 eight warps compute faster, unless almost each SM has a pair; and they read
-    faster where very few pairs fill all SMs.
-    """
-    deep, shallow, of_eight_warps, _ = BY_LENGTH
-    for_each_sm = pairs / call.sms
-    if call.head_dim == 256 or 1 < for_each_sm <= ALMOST_ONE or for_each_sm > FEW_WAVES:
-        # Keys ahead would take the memory from the blocks before them.
-        return Choice(deep)
-    if 2 * pairs <= call.sms and not batch_invariant:
-        # Of rung 8's blocks an SM that is left over gets two of the next launch's, which makes that slower. So it is
-        # for keys that are loaded ahead, and where many SMs are left over.
-        _, blocks = blocks_by_length(call, pairs)
-        used = pairs * blocks / call.sms
-        eight = call.item_size == 4 or used >= (ALMOST_ALL if promised else MOST_WITHOUT_AHEAD)
-        return Choice(of_eight_warps if eight else deep, promised)
-    if for_each_sm <= 1:
-        if not batch_invariant and (grid := grid_on_all_sms(call, pairs, bytes_)):
-            return Choice(grid.rung, promised and grid.ahead)
-        compute = call.item_size == 4 and not are_on_most_sms(call, pairs, 1)
-        merge = batch_invariant and for_each_sm > MANY_SMS and _has_large_states(call)
-        fill = are_on_most_sms(call, pairs, power_of_two(call.sms // pairs))
-        if compute or merge or (fill and pairs <= SOME_PAIRS):
-            return Choice(of_eight_warps)
-        long = bytes_ >= MANY_UNEVEN_BYTES
-        return Choice(deep, promised and (long or for_each_sm <= SOME_SMS))
-    return Choice(shallow if for_each_sm <= ONE_AND_A_HALF else of_eight_warps, promised)
 
 
 def _fastest_of_equal_lengths(
@@ -290,7 +214,7 @@ def _fastest_of_few_pairs(
             return Choice(4)
         return Choice(EIGHT_WARPS, promised and batch_invariant, not batch_invariant)
     if not are_on_most_sms(call, heads, blocks):
-        if batch_invariant and page_size and _has_large_states(call):
+        if batch_invariant and page_size and has_large_states(call):
             return Choice(EIGHT_WARPS, promised)
         most = (5 if batch_invariant and blocks == 1 else 2.5) * FEW_KEYS
         if promised and keys < most and not page_size:
@@ -309,14 +233,9 @@ def _keys_of_large_trees(call: Call, heads: int, batch: int) -> int | float:
     Where states are large, or of one or two pairs. Several sequences have more leaves than one that has as many kv
     heads.
     """
-    if _has_large_states(call):
+    if has_large_states(call):
         return KEYS_OF_SEVERAL_TREES if batch > 1 else KEYS_OF_A_TREE
     return KEYS_OF_A_TREE if heads <= 2 else math.inf
-
-
-def _has_large_states(call: Call) -> bool:
-    """Whether of a warp's states two do not fit in registers, so that several leaves take four warps longer."""
-    return call.rows > ROWS // 2 and call.head_dim == 128
 
 
 def _is_crowded(call: Call, heads: int, blocks: int) -> bool:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from task5.ladder import plot, record, table
-from task5.ladder.plan import IN_16_BITS, OF_EIGHT_WARPS, Call, plan
+from task5.ladder.kernels import IN_16_BITS, OF_EIGHT_WARPS, Call
+from task5.ladder.plan import plan
 
 
 @pytest.fixture

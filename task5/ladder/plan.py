@@ -1,38 +1,30 @@
-"""The rungs as kernels, and how many blocks share the work of a call: from shapes alone, never from lengths."""
+"""How many blocks share the work of a call: from shapes alone, never from lengths."""
 
 import functools
-from typing import NamedTuple
 
 import torch
 
-from common.build import Kernels, dtype_code
+from task5.ladder.by_length import blocks_by_length, grid_on_all_sms, plan_by_length
+from task5.ladder.kernels import (
+    BY_LENGTH,
+    EIGHT_WARPS,
+    KEYS_AS_ROWS,
+    LONG,
+    LONG_BYTES,
+    MORE_ROWS,
+    MORE_ROWS_BY_LENGTH,
+    MOST_BLOCKS,
+    OF_EIGHT_WARPS,
+    ROWS,
+    RUNGS,
+    WARPS,
+    Call,
+    Plan,
+    are_on_most_sms,
+    power_of_two,
+)
 
-LONG = 32  # tiles of a block that fill all of its stages
-KERNELS = {
-    1: Kernels(__file__, "01_shared_work.cu"),
-    2: Kernels(__file__, "02_dependent_launch.cu"),
-    3: Kernels(__file__, "03_clusters.cu"),
-    4: Kernels(__file__, "04_deeper.cu"),
-    5: Kernels(__file__, "05_keys_as_rows.cu"),
-    6: Kernels(__file__, "06_eight_warps.cu"),
-    7: Kernels(__file__, "07_in_step.cu"),
-    8: Kernels(__file__, "08_by_length.cu"),
-    9: Kernels(__file__, "09_by_length_shallow.cu"),
-    10: Kernels(__file__, "10_by_length_eight_warps.cu"),
-    11: Kernels(__file__, "11_more_rows.cu"),
-    12: Kernels(__file__, "12_more_rows_by_length.cu"),
-}
-RUNGS = tuple(KERNELS)
 CLUSTERS = RUNGS[2:]
-KEYS_AS_ROWS, EIGHT_WARPS, IN_STEP = 5, 6, 7
-MORE_ROWS, MORE_ROWS_BY_LENGTH = 11, 12  # of q in a pair: up to 32
-# Lengths decide how many clusters a pair has; blocks are as of rungs 4, 3, 6 and 11.
-BY_LENGTH = (8, 9, 10, MORE_ROWS_BY_LENGTH)
-OF_EIGHT_WARPS = (EIGHT_WARPS, IN_STEP, 10, MORE_ROWS, MORE_ROWS_BY_LENGTH)  # head_dim up to 128
-IN_16_BITS = (KEYS_AS_ROWS, MORE_ROWS, MORE_ROWS_BY_LENGTH)
-# Batch-invariant, they have the same bits; and so have the two of more rows.
-ONE_TREE = (3, 4, EIGHT_WARPS, IN_STEP, 8, 9, 10)
-MOST_BLOCKS = 16  # of a cluster; of a pair, where its blocks are no cluster
 # Where a pair's blocks are several clusters in rungs 4 and 6: see is_spread().
 SPREAD = (4, EIGHT_WARPS)
 MOST_SPREAD = 32  # blocks of a pair that are clusters of two, at most
@@ -41,67 +33,10 @@ MOST_SPREAD = 32  # blocks of a pair that are clusters of two, at most
 SPREAD_PAIR_KEYS, SPREAD_KEYS = 8192, {32: 50_000, 16: 100_000, 8: 150_000, 4: 300_000}
 SPREAD_KEYS_OF_TWO_TILES = {32: 100_000, 16: 100_000, 8: 200_000, 4: 200_000}  # each tile counted
 SPREAD_KEYS_OF_FLOAT32 = {32: 30_000, 16: 30_000, 8: 30_000, 4: 60_000}
-WARPS = 4  # of a block; rungs 6, 7 and 10 to 12 have twice as many
 MOST_CLUSTERS = 8  # of a pair, in rung 5
 MANY_KEYS = 512  # of a block of rung 5, so that more clusters pay
-# Bytes of K and V from which blocks without clusters are faster in rungs 3, 4 and 6 to 10: memory-bound, compute-bound.
-LONG_BYTES, LONG_BYTES_COMPUTE_BOUND = 400e6, 100e6
+LONG_BYTES_COMPUTE_BOUND = 100e6  # as LONG_BYTES, where computing takes longer than the memory
 MOST_LEAVES = 512  # as in cluster.cuh
-MOST_SEQUENCES = 128  # whose lengths a warp of rungs 8 to 10 and 12 holds
-# Of the SMs. By length: blocks that are on almost all, of few pairs; and pairs up to which blocks on all pay: clusters
-# of two, single ones with head_dim 256, and others.
-ALMOST_ALL, ALMOST_ALL_OF_256 = 0.95, 0.9
-MORE_THAN_HALF, MOST_OF_256, MOST_OF_16_BITS = 0.58, 0.62, 0.69
-ROWS = 16  # of q in a pair of rungs 3, 4 and 6 to 10, at most; in 16 bits
-
-
-class Call(NamedTuple):
-    """What a kernel is chosen by."""
-
-    device: torch.device
-    dtype: int
-    head_dim: int
-    rows: int  # of q that read a kv head
-    sms: int  # of the GPU; without one, as many blocks as share a pair
-    hopper: bool  # kernels for sm_90a run there
-
-    @property
-    def item_size(self) -> int:
-        """Bytes of a number."""
-        return 4 if self.dtype == dtype_code(torch.float32) else 2
-
-    @property
-    def two_tiles(self) -> bool:
-        """Whether the rows of a kv head are two pairs of rungs 3, 4 and 6 to 10; of the others one."""
-        return ROWS < self.rows <= 2 * ROWS and self.head_dim <= 128
-
-    @property
-    def compute_bound(self) -> bool:
-        """Whether half of the SMs need longer to compute than the memory to deliver the keys."""
-        return self.item_size == 4 or self.head_dim == 256
-
-    @property
-    def much_to_compute(self) -> bool:
-        """Whether all SMs are faster than half of them: in float32, or where two tiles of rows see each key."""
-        return self.item_size == 4 or self.two_tiles
-
-    def query(self, rung: int, name: str, **arguments: int) -> int:
-        """What a rung's source says of this call: its function ``name``, with the dtype, head_dim and rows."""
-        given = dict(dtype=self.dtype, head_dim=self.head_dim, rows=self.rows, **arguments)
-        return KERNELS[rung].query(name, self.device, **given)
-
-
-class Plan(NamedTuple):
-    """What a rung is launched with, and the scratch that it needs."""
-
-    rung: int
-    blocks: int  # of the grid
-    chunks: int = (
-        0  # parts or leaves that the keys of a sequence are cut into, batch-invariant; else 0
-    )
-    slots: int = 0  # parts (m, l, O) that go through global memory
-    floats: int = 0  # of scratch for them
-    counters: int = 0  # int32: of blocks that have left their parts
 
 
 @functools.lru_cache(maxsize=1024)
@@ -152,7 +87,9 @@ def plan(
         elif not leaves and (grid := grid_on_all_sms(call, pairs, bytes_)) and grid.rung == rung:
             of_a_cluster, room = grid.of_a_cluster, grid.of_an_sm * call.sms
         if of_a_cluster:
-            return _by_length(call, rung, batch, pairs // batch, of_a_cluster, kv_len, leaves, room)
+            return plan_by_length(
+                call, rung, batch, pairs // batch, of_a_cluster, kv_len, leaves, room
+            )
         most = min(most, MOST_BLOCKS)
         sms = call.sms // 2 if every_other_sm else None
         of_a_cluster, clusters = _of_a_cluster(call, rung, kv_heads, batch, kv_len, most, sms), 1
@@ -163,7 +100,7 @@ def plan(
             if single > of_a_cluster:
                 of_a_cluster, clusters = 1, single
         if rung in BY_LENGTH:
-            return _by_length(call, rung, batch, pairs // batch, of_a_cluster, kv_len, leaves)
+            return plan_by_length(call, rung, batch, pairs // batch, of_a_cluster, kv_len, leaves)
         return _in_clusters(call, rung, pairs, of_a_cluster, clusters, leaves)
     tall = call.query(rung, "rows_of_a_pair")
     pairs, room = _pairs(call, rung, kv_heads), _blocks(call, rung)
@@ -224,11 +161,6 @@ def _of_more_rows(call: Call, pairs: int, kv_len: int, most: int) -> tuple[int, 
     return of_a_cluster, blocks // of_a_cluster
 
 
-def are_on_most_sms(call: Call, pairs: int, blocks: int) -> bool:
-    """Whether so many blocks of each pair are one on almost each SM."""
-    return 9 * pairs * blocks >= (8 if blocks <= 2 else 7) * call.sms
-
-
 def _in_clusters(
     call: Call, rung: int, pairs: int, of_a_cluster: int, clusters: int, chunks: int
 ) -> Plan:
@@ -239,71 +171,6 @@ def _in_clusters(
     rows = call.query(rung, "rows_of_a_pair")
     floats = pairs * clusters * rows * call.head_dim // 4 * 6  # of four columns O, m and l
     return Plan(rung, blocks, chunks, pairs * clusters, floats, counters=pairs * of_a_cluster)
-
-
-def blocks_by_length(call: Call, pairs: int) -> tuple[int, int]:
-    """Blocks of a cluster where lengths decide and pairs are few, and of a pair if all are as long as each other.
-
-    A pair may have any number of clusters. They are of two blocks, which read in order together, unless single ones are
-    more, and these are on almost all SMs, or there is much to compute. Large states are merged faster by two.
-    """
-    single, of_two = call.sms // pairs, call.sms // 2 // pairs * 2
-    float32, wide = call.item_size == 4, call.head_dim == 256
-    enough = float32 or pairs * single >= (ALMOST_ALL_OF_256 if wide else ALMOST_ALL) * call.sms
-    if of_two < single <= MOST_BLOCKS and enough and not (wide and call.rows > ROWS // 2):
-        return 1, single
-    return 2, of_two
-
-
-class Grid(NamedTuple):
-    """Of a launch by length that has blocks on all SMs."""
-
-    rung: int
-    of_a_cluster: int  # blocks
-    of_an_sm: int
-    ahead: bool  # keys are loaded ahead of the wait, where the caller allows it
-
-
-def grid_on_all_sms(call: Call, pairs: int, bytes_: float) -> Grid | None:
-    """By length, of more pairs than half of the SMs, and fewer than all; None where it has a cluster for each pair.
-
-    On all SMs it may have many idle blocks. These are in the next launch's way, which costs equal lengths more than it
-    gains others where pairs are many. In float32 computing takes longer than that; with more than four rows two blocks
-    on an SM compute no faster than one.
-    """
-    if not call.sms < 2 * pairs < 2 * call.sms:
-        return None
-    deep, _, of_eight_warps, _ = BY_LENGTH
-    used = pairs / call.sms
-    if call.head_dim == 256:
-        return Grid(deep, 1, 1, False) if call.item_size == 2 and used <= MOST_OF_256 else None
-    if call.item_size == 4:
-        few_rows = call.rows <= ROWS // 4
-        return Grid(deep, 1, 2, True) if few_rows else Grid(of_eight_warps, 1, 1, False)
-    if used <= MORE_THAN_HALF and bytes_ >= LONG_BYTES:
-        return Grid(deep, 2, 2, False)
-    return Grid(deep, 1, 2, True) if used <= MOST_OF_16_BITS else None
-
-
-def _by_length(
-    call: Call,
-    rung: int,
-    batch: int,
-    pairs: int,
-    of_a_cluster: int,
-    kv_len: int,
-    chunks: int,
-    room: int = 0,
-) -> Plan:
-    """A cluster for each pair, or as many as fit into ``room`` blocks; and room for the parts of fewer than these."""
-    tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
-    at_once = call.query(rung, "clusters_at_once", blocks=of_a_cluster, tiles=min(tiles, LONG))
-    clusters = max(batch, min(at_once, room // of_a_cluster) // pairs) * pairs
-    at_once = min(at_once, clusters)
-    parts = 4 * at_once // 3 + 1  # of clusters with more than three quarters of a share
-    floats = parts * call.query(rung, "rows_of_a_pair") * call.head_dim // 4 * 6
-    counters = (batch * pairs + parts) * of_a_cluster + 1  # of pairs, and of groups of parts
-    return Plan(rung, clusters * of_a_cluster, chunks, at_once, floats, counters)
 
 
 def _pairs(call: Call, rung: int, kv_heads: int) -> int:
@@ -332,11 +199,6 @@ def _used(leaves: int, tiles: int) -> int:
     most, tile_bits = leaves.bit_length() - 1, max(1, tiles).bit_length() - 1
     few = min(min(most - 1, max(most - 2, 5)), max(min(tile_bits - 1, 5), tile_bits - 2))
     return 1 << max(0, min(max(few, min(most, tile_bits - 6)), MOST_LEAVES.bit_length() - 1))
-
-
-def power_of_two(n: int) -> int:
-    """The largest one up to n, at least 1."""
-    return 1 << max(1, n).bit_length() - 1
 
 
 def _of_a_cluster(

@@ -22,8 +22,8 @@ from task5.ladder.benchmark import (
     paged,
 )
 from task5.ladder.choice import fastest
+from task5.ladder.kernels import Call
 from task5.ladder.peers import LABELS
-from task5.ladder.plan import Call
 from task5.ladder.record import Record, Run, Tables, Times
 from task5.ladder.rungs import FOLDER, RUNGS
 

@@ -9,16 +9,10 @@ import torch.nn.functional as F
 
 from common.check.rng import new_seed
 from common.tests.devices import DEVICE, of_gpus_hopper
-from task5.ladder import call, decode_attention, plan
+from task5.ladder import call, decode_attention, kernels, plan
 from task5.ladder.cases import CASES, HALVES, RUNGS, case_for
 from task5.ladder.gpu import ON_CPU
-from task5.ladder.plan import (
-    BY_LENGTH,
-    MORE_ROWS,
-    MORE_ROWS_BY_LENGTH,
-    OF_EIGHT_WARPS,
-    ONE_TREE,
-)
+from task5.ladder.kernels import BY_LENGTH, MORE_ROWS, MORE_ROWS_BY_LENGTH, OF_EIGHT_WARPS, ONE_TREE
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -84,13 +78,13 @@ def test_several_clusters_share_a_pair_or_blocks_that_are_none(monkeypatch, rung
     given["seqlens_k"] = torch.tensor([16 * pages - 8, 77], dtype=torch.int32, device=DEVICE)
     monkeypatch.setattr(call, "sms_of", lambda device: 64)
     plan.plan.cache_clear()
-    launch, slots = plan.Kernels.launch, []
+    launch, slots = kernels.Kernels.launch, []
 
     def watched(self, name, **arguments):
         slots.append(arguments["slots"])
         return launch(self, name, **arguments)
 
-    monkeypatch.setattr(plan.Kernels, "launch", watched)
+    monkeypatch.setattr(kernels.Kernels, "launch", watched)
     paged = r.random() < 0.5
     if paged:
         given["block_table"] = table

@@ -8,7 +8,7 @@ import torch
 
 from common.tests.devices import DEVICE, of_gpus_hopper
 from task5.ladder import call, checks, decode_attention
-from task5.ladder.plan import BY_LENGTH, IN_16_BITS, OF_EIGHT_WARPS
+from task5.ladder.kernels import BY_LENGTH, IN_16_BITS, OF_EIGHT_WARPS
 
 HALF = torch.float16
 

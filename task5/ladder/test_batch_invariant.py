@@ -7,9 +7,9 @@ import torch
 
 from common.check.rng import new_seed
 from common.tests.devices import DEVICE, of_gpus_hopper
-from task5.ladder import call, choice, chunk, decode_attention, plan
+from task5.ladder import by_length, call, choice, chunk, decode_attention, plan
 from task5.ladder.cases import CASES, RUNGS, Case, case_for
-from task5.ladder.plan import OF_EIGHT_WARPS, ONE_TREE
+from task5.ladder.kernels import OF_EIGHT_WARPS, ONE_TREE
 
 
 @pytest.mark.parametrize("rung", RUNGS)
@@ -37,7 +37,7 @@ def small_hopper(monkeypatch):
     few |= dict(KEYS_OF_A_TREE=500, KEYS_OF_SEVERAL_TREES=300)
     for name in ("SPREAD_KEYS", "SPREAD_KEYS_OF_TWO_TILES", "SPREAD_KEYS_OF_FLOAT32"):
         few[name] = dict.fromkeys((1, 2, 4, 8, 16, 32), 200)
-    for module in (choice, chunk, plan):
+    for module in (by_length, choice, chunk, plan):
         for name in few.keys() & vars(module).keys():
             monkeypatch.setattr(module, name, few[name])
     plan.plan.cache_clear()

@@ -12,14 +12,16 @@ from common.build import Kernels, using
 from common.check.rng import new_seed
 from common.tests.devices import DEVICE, of_gpus_hopper
 from task5.ladder import call, chunk, plan
+from task5.ladder.by_length import Grid
 from task5.ladder.cases import CASES, HALVES, Case, head_dims_of
 from task5.ladder.chunk import chunk_attention
-from task5.ladder.plan import (
+from task5.ladder.kernels import (
     BY_LENGTH,
     IN_16_BITS,
     MORE_ROWS,
     MORE_ROWS_BY_LENGTH,
     OF_EIGHT_WARPS,
+    Call,
 )
 
 _order = Kernels(__file__, "../../common/tests/kernels/longest_first.cu")
@@ -87,7 +89,7 @@ def test_long_sequences_among_short_ones(monkeypatch, part, rung):
 
     And as on one with many SMs for each pair, or half as many again as pairs: then there are more clusters than pairs.
     """
-    query, workspace, scratch = plan.Call.query, call.workspace, []
+    query, workspace, scratch = Call.query, call.workspace, []
 
     def watched(device, floats, counters):
         scratch.append(
@@ -101,7 +103,7 @@ def test_long_sequences_among_short_ones(monkeypatch, part, rung):
 
     def on_all_sms(call, pairs, bytes_):
         of_a_cluster, of_an_sm = case.rng.choice(((1, 1), (2, 1), (1, 2), (2, 2)))
-        grid = plan.Grid(rung, of_a_cluster, of_an_sm, ahead=False)
+        grid = Grid(rung, of_a_cluster, of_an_sm, ahead=False)
         return grid if call.sms < 2 * pairs < 2 * call.sms else None
 
     monkeypatch.setattr(call, "workspace", watched)
@@ -118,7 +120,7 @@ def test_long_sequences_among_short_ones(monkeypatch, part, rung):
         most = (pairs // 2, pairs, 3 * pairs)[i % 3]
         sms = (6, pairs, 3 * pairs // 2, 8 * pairs)[i % 4]
         monkeypatch.setattr(call, "sms_of", lambda device, sms=sms: sms)
-        monkeypatch.setattr(plan.Call, "query", partialmethod(few, most))
+        monkeypatch.setattr(Call, "query", partialmethod(few, most))
         plan.plan.cache_clear()
         scratch.clear()
         case.check(case.run(rung=rung, paged=case.rng.random() < 0.3))

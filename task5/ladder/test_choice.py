@@ -2,15 +2,16 @@
 
 import pytest
 
-from task5.ladder.choice import Choice, fastest, is_faster_as_a_chunk
-from task5.ladder.plan import (
+from task5.ladder.by_length import blocks_by_length
+from task5.ladder.choice import fastest, is_faster_as_a_chunk
+from task5.ladder.kernels import (
     BY_LENGTH,
     EIGHT_WARPS,
     IN_STEP,
     KEYS_AS_ROWS,
     MORE_ROWS,
     MORE_ROWS_BY_LENGTH,
-    blocks_by_length,
+    Choice,
 )
 
 

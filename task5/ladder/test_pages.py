@@ -10,7 +10,7 @@ from common.check.rng import new_seed
 from common.tests.devices import DEVICE, of_gpus_hopper
 from task5.ladder import call, decode_attention, plan
 from task5.ladder.cases import RUNGS
-from task5.ladder.plan import KEYS_AS_ROWS
+from task5.ladder.kernels import KEYS_AS_ROWS
 
 
 @pytest.mark.parametrize("rung", RUNGS)
