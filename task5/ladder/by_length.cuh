@@ -27,23 +27,23 @@ struct ByLength {
   DEVICE void find(const Decode& a) {
     sequence_ = blockIdx.z, pair_ = blockIdx.y, part = items = 0, clusters_ = 1;
     if (few_pairs(a)) {
-      const int sequence = item / int(gridDim.y);
-      sequence_ = min(sequence, a.batch - 1), pair_ = item - sequence * gridDim.y;
+      const int sequence = a.pairs.quotient(item);
+      sequence_ = min(sequence, a.batch - 1), pair_ = item - sequence * int(a.pairs.d);
     }
     own = lengths(a, sequence_);
     load(a, known);
-    const Shares shares(a, known);
-    none_ = item >= a.batch * a.pairs();
+    none_ = item >= a.all_pairs();
+    Shares shares(a, known);
+    if (shares.are_alike()) return;
+    shares.cut();
     if (shares.differ()) find_among(a, shares);
   }
   DEVICE bool none() const { return none_; }  // no item is this cluster's
   DEVICE void read_again(const Decode& a) { load(a, now); }
-  DEVICE bool holds(const Decode& a) const {
+  DEVICE bool holds(const Decode&) const {
     bool same = true;
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-      if (32 * i < a.batch) same = same && now[i].x == known[i].x && now[i].y == known[i].y;
-    }
+    for (int i = 0; i < HELD; ++i) same = same && now[i].x == known[i].x && now[i].y == known[i].y;
     return __all_sync(~0u, same);
   }
   DEVICE int b() const { return sequence_; }
@@ -57,7 +57,7 @@ struct ByLength {
   // The next one, or -1. It is counted behind the pairs' counters: in each launch once for every item, as each cluster
   // comes once in vain.
   DEVICE int take(const Decode& a) const {
-    int* counter = &a.counters[a.batch * a.pairs() << a.block_bits];
+    int* counter = &a.counters[a.all_pairs() << a.block_bits];
     const int taken = add_acquire_release(counter, 1), further = of_grid() + taken;
     if (taken == items - 1) *counter = 0;  // for the next launch
     return further < items ? further : -1;
@@ -72,15 +72,10 @@ struct ByLength {
   static DEVICE int of_grid() { return gridDim.y * gridDim.z; }
   static DEVICE bool few_pairs(const Decode& a) { return gridDim.z > a.batch; }
   static DEVICE int sequence_of_lane(int i) { return threadIdx.x % 32 + 32 * i; }
-  // Of sequences that there are not, those of another: nothing looks at them. With zeros in their place ptxas of CUDA
-  // 13.0 had one stored a cycle too early.
+  // Of sequences that there are not, those of the last one, so that no load waits for a branch: nothing looks at them.
   static DEVICE void load(const Decode& a, int2 (&of)[HELD]) {
-    of[0] = lengths(a, min(sequence_of_lane(0), a.batch - 1));
 #pragma unroll
-    for (int i = 1; i < HELD; ++i) {
-      of[i] = of[0];
-      if (32 * i < a.batch) of[i] = lengths(a, min(sequence_of_lane(i), a.batch - 1));
-    }
+    for (int i = 0; i < HELD; ++i) of[i] = lengths(a, min(sequence_of_lane(i), a.batch - 1));
   }
 
   // The keys of each of the lane's sequences, and how its pairs are cut.
@@ -91,21 +86,28 @@ struct ByLength {
     const Decode& a;
 
     DEVICE Shares(const Decode& a, const int2 (&lengths)[HELD]) : a(a) {
-      unsigned sum = 0;
       const bool all_seen = !a.leftpad_k && !a.window;
 #pragma unroll
-      for (int i = 0; i < HELD; ++i) {
-        keys[i] = 0;
-        if (32 * i < a.batch) {  // few instructions: they run once, ahead of the first copy
-          int seen = min(max(lengths[i].x, 0), a.kv_len);
-          if (!all_seen) seen = max(seen - sequence(a, lengths[i]).begin, 0);
-          keys[i] = sequence_of_lane(i) < a.batch ? seen : 0;
-        }
-        sum += keys[i], longest = max(longest, keys[i]);
-        if (sequence_of_lane(i) < a.batch) shortest = min(shortest, keys[i]);
+      for (int i = 0; i < HELD; ++i) keys[i] = 0;
+#pragma unroll
+      for (int i = 0; i < HELD; ++i) {  // few instructions: they run once, ahead of the first copy
+        if (i == 1 && a.batch <= 32) break;
+        unsigned seen = min(max(lengths[i].x, 0), a.kv_len);
+        if (!all_seen) seen = max(int(seen) - sequence(a, lengths[i]).begin, 0);
+        if (sequence_of_lane(i) >= a.batch) continue;
+        keys[i] = seen, longest = max(longest, seen), shortest = min(shortest, seen);
       }
-      sum = __reduce_add_sync(~0u, sum), longest = __reduce_max_sync(~0u, longest);
-      shortest = __reduce_min_sync(~0u, shortest), of_a_key = __fdividef(a.clusters_at_once, float(sum) * a.pairs());
+      longest = __reduce_max_sync(~0u, longest), shortest = __reduce_min_sync(~0u, shortest);
+    }
+    // Whether all are about as long as each other, and too many to be cut.
+    DEVICE bool are_alike() const {
+      return longest - shortest <= longest / 32 && 2 * a.all_pairs() > a.clusters_at_once;
+    }
+    DEVICE void cut() {
+      unsigned sum = 0;
+#pragma unroll
+      for (int i = 0; i < HELD; ++i) sum += keys[i];
+      sum = __reduce_add_sync(~0u, sum), of_a_key = __fdividef(a.clusters_at_once, float(sum) * a.pairs.d);
       parts = parts_of_a_share();
     }
     DEVICE int group(unsigned keys, int clusters) const { return group_of(keys * of_a_key, clusters > 1); }
@@ -131,12 +133,11 @@ struct ByLength {
     // As many parts of a share as leave the largest one as small as there are clusters for. With one part less for
     // each pair these are enough. Where pairs are more than half of the clusters, several short ones share one.
     DEVICE float most_even() const {
-      const int pairs = a.pairs();
-      const float less = __fdividef(float(a.batch * pairs), a.clusters_at_once);
+      const float less = __fdividef(float(a.all_pairs()), a.clusters_at_once);
       const bool shared = less > 0.5f;
       float most = 1.0f - less;
 #pragma unroll 1
-      for (float step = less / 2; step > less / 20; step /= 2) {
+      for (float step = less / 2; step > 0.05f * less; step /= 2) {
         int quarters = 0;  // of clusters, of the lane's
 #pragma unroll
         for (int i = 0; i < HELD; ++i) {
@@ -144,14 +145,14 @@ struct ByLength {
           const float parts = keys[i] * of_a_key * (most + step);
           quarters += shared && parts <= 0.5f ? max(1, __float2int_ru(4 * parts)) : 4 * clusters(keys[i], most + step);
         }
-        if (int(__reduce_add_sync(~0u, quarters)) * pairs <= 4 * a.clusters_at_once) most += step;
+        if (int(__reduce_add_sync(~0u, quarters) * a.pairs.d) <= 4 * a.clusters_at_once) most += step;
       }
       return most;
     }
   };
 
   DEVICE void find_among(const Decode& a, const Shares& shares) {
-    const int pairs = a.pairs();
+    const int pairs = a.pairs.d;
     int clusters_of[HELD], items_of[HELD], group[HELD], of_lane = 0;
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {

@@ -38,7 +38,7 @@ struct ByGrid {
   DEVICE bool more() const { return false; }
   DEVICE int take(const Decode&) const { return -1; }
   DEVICE void go_on(int) {}
-  DEVICE int64_t first(const Decode& a) const { return int64_t(b() * a.pairs() + pair()) << a.cluster_bits; }
+  DEVICE int64_t first(const Decode& a) const { return int64_t(b() * int(a.pairs.d) + pair()) << a.cluster_bits; }
 };
 
 // A rung may say another: by_length.cuh.
@@ -194,7 +194,7 @@ struct Cluster {
  private:
   template <int ROWS, int D>
   DEVICE SeveralClusters<ROWS, D, BY_LENGTH> clusters(const Decode& a, const Walk& w) const {
-    const int pair = w.b * a.pairs() + w.pair;
+    const int pair = w.b * int(a.pairs.d) + w.pair;
     return {a, pair, place.cluster(bits), rank, place.clusters(a), bits, place.first(a)};
   }
   template <typename T, int ROWS, int D>

@@ -50,6 +50,7 @@ struct Decode {
   int new_keys;  // of each sequence, its newest: the launch ahead of this one may write them, and no others
   int rows;      // of a kv head
   Divisor group, page_size, row_tiles;  // row_tiles: pairs that share a kv head's rows
+  Divisor pairs;                        // of a sequence
   int tile_bits = 0;                    // B_c = 1 << tile_bits
   // 0, or in a batch-invariant call into how many chunks the keys of a pair are cut at most, in any batch (rungs 1 and
   // 2); or how many warps could share those of a sequence (3, 4, 6 to 10). Rung 5 finds that number itself.
@@ -65,7 +66,7 @@ struct Decode {
   // one of the items behind them, and those of groups of parts.
   int* counters;
 
-  DEVICE int pairs() const { return kv_heads * int(row_tiles.d); }  // of a sequence
+  DEVICE int all_pairs() const { return batch * int(pairs.d); }
 };
 
 // The keys of one sequence.
@@ -132,7 +133,7 @@ struct Walk {
   DEVICE bool more() const { return left > 0; }
   DEVICE void next_segment(const Decode& a) {
     first_unit += pair_units;
-    if (pair + 1 < a.pairs()) {
+    if (pair + 1 < int(a.pairs.d)) {
       at(a, pair + 1);
     } else {
       at(a, 0);

@@ -25,7 +25,7 @@ struct EqualShares {
 
   // Finds the share, and its first tile. Every warp does so for itself.
   DEVICE void find(const Decode& a, bool, Walk& w) {
-    const int lane = threadIdx.x % 32, pairs = a.pairs();
+    const int lane = threadIdx.x % 32, pairs = a.pairs.d;
     known = lengths_of_lane(a);
     total = lane < a.batch ? units_of(a, known) : 0;
     for (int b = lane + 32; b < a.batch; b += 32) total += units_of(a, lengths(a, b));
@@ -83,7 +83,7 @@ struct EqualShares {
     if (first != last) {
       __syncthreads();  // the block's parts complete
       if (threadIdx.x == 0) {
-        int* counter = &a.counters[w.b * a.pairs() + w.pair];
+        int* counter = &a.counters[w.b * int(a.pairs.d) + w.pair];
         buffer.last = add_acquire_release(counter, 1) == last - first;
         if (buffer.last) *counter = 0;  // for the next launch
       }
@@ -145,7 +145,7 @@ struct EqualShares {
     Walk w;
     w.s = sequence(a, lengths);
     w.cut(a);
-    return w.pair_units * a.pairs();
+    return w.pair_units * int(a.pairs.d);
   }
   DEVICE int begin_of(int block) const { return block < blocks ? block * size + min(block, larger) : total; }
   DEVICE int owner(int unit) const {

@@ -295,7 +295,8 @@ static cudaError_t launch(const Decode& a, int blocks, cudaStream_t stream) {
 template <typename Math, typename Sharing>
 static cudaError_t launch(Decode a, int blocks, cudaStream_t stream) {
   while (1 << a.tile_bits < Sharing::TILE_WARPS * Math::KEYS) ++a.tile_bits;
-  a.row_tiles = Divisor(ceil_div(a.rows, Math::ROWS)), a.leaf_tile_bits = leaf_tile_bits<Math>();
+  a.row_tiles = Divisor(ceil_div(a.rows, Math::ROWS)), a.pairs = Divisor(a.kv_heads * a.row_tiles.d);
+  a.leaf_tile_bits = leaf_tile_bits<Math>();
   if (!a.block_table) return launch<Math, Sharing, false>(a, blocks, stream);
   // Eight warps find a tile's place when the tile before has been asked for. Of so many tiles all that there is room
   // for are asked for ahead: meanwhile the memory has more to deliver.

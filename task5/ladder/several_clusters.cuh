@@ -27,7 +27,7 @@ struct SeveralClusters {
     int parts = clusters, apart = 1;  // parts that are left, and the places from one to the next
     if (ANY_NUMBER && clusters > MOST_AT_ONCE) {
       const int begin = cluster & ~(GROUP - 1), of_group = min(GROUP, clusters - begin);
-      int* counters = a.counters + (a.batch * a.pairs() << block_bits) + 1;  // behind those of pairs and of items
+      int* counters = a.counters + (a.all_pairs() << block_bits) + 1;  // behind those of pairs and of items
       if (!is_last(last, counters + ((first + begin) << block_bits), of_group, meet)) return;
       merge_parts(begin, 1, of_group, threads, quads, [&](int quad, const Part& p) { put(begin, quad, p); });
       parts = ceil_div(clusters, GROUP), apart = GROUP;

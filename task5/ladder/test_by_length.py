@@ -263,6 +263,27 @@ def test_parts_of_many_pairs_and_batch_invariant_ones():
 
 
 @of_gpus_hopper
+@pytest.mark.parametrize("batch", [3, 40, 128])
+def test_sequences_about_as_long_as_each_other_stay_in_the_grids_order(batch):
+    """Within a 32nd of the longest; else long ones come first."""
+    r = random.Random(new_seed() + batch)
+    lengths = [9000 - r.randint(0, 9000 // 32) for _ in range(batch)]
+    lengths[r.randrange(batch)] = 9000
+
+    def order():
+        found = torch.full((2 * batch,), -2, dtype=torch.int32, device=DEVICE)
+        _parts.launch(
+            "pairs", seqlens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE), batch=batch,
+            kv_heads=2, kv_len=9000, sequences=batch, pairs=found,
+        )  # fmt: skip
+        return found.tolist()
+
+    assert order() == list(range(2 * batch))
+    lengths[0] = 5000
+    assert order()[-2:] == [0, 1]
+
+
+@of_gpus_hopper
 @pytest.mark.parametrize(("batch", "kv_heads"), [(72, 1), (9, 8), (23, 4), (120, 1)])
 def test_single_blocks_that_are_idle_lie_beside_those_at_work(batch, kv_heads):
     """Of two neighbours, which share a way to memory, one has an item of the first half: in decode, and in chunks."""

@@ -22,14 +22,15 @@ __global__ void find_pairs(Decode a, int* pairs) {
   ByLength place;
   place.start(a);
   place.find(a);
-  const int pair = place.none() ? -1 : place.b() * a.pairs() + place.pair();
+  const int pair = place.none() ? -1 : place.b() * int(a.pairs.d) + place.pair();
   if (threadIdx.x == 0) pairs[blockIdx.z * gridDim.y + blockIdx.y] = pair;
 }
 
 static Decode of(const int* seqlens, int batch, int kv_heads, int kv_len, int at_once, int chunks) {
   Decode a;
   a.seqlens_k = seqlens, a.leftpad_k = nullptr, a.window = 0, a.q_len = 1;
-  a.batch = batch, a.kv_heads = kv_heads, a.kv_len = kv_len, a.clusters_at_once = at_once, a.chunks = chunks;
+  a.batch = batch, a.kv_heads = kv_heads, a.pairs = Divisor(kv_heads), a.kv_len = kv_len;
+  a.clusters_at_once = at_once, a.chunks = chunks;
   return a;
 }
 
