@@ -18,8 +18,8 @@ from task5.ladder.kernels import (
 )
 
 # Of room for K and V, from which lengths decide: see uneven_bytes().
-FEW_UNEVEN_BYTES, UNEVEN_BYTES, MANY_UNEVEN_BYTES = 125e6, 250e6, 400e6
-UNEVEN_BYTES_COMPUTE_BOUND = 300e6
+FEW_UNEVEN_BYTES, SOME_UNEVEN_BYTES, UNEVEN_BYTES, MANY_UNEVEN_BYTES = 125e6, 200e6, 250e6, 400e6
+UNEVEN_BYTES_COMPUTE_BOUND, UNEVEN_BYTES_OF_WAVES = 300e6, 150e6
 # Pairs for each SM where lengths decide: up to which rung 8 is the fastest, 9 with three blocks on an SM, and 10.
 ALMOST_ONE, ONE_AND_A_HALF, FEW_WAVES = 1.17, 1.6, 3
 SOME_SMS = 0.3  # and up to which rung 8 loads keys ahead of the wait below MANY_UNEVEN_BYTES
@@ -28,7 +28,7 @@ MOST_WITHOUT_AHEAD = (
     0.8  # of the SMs that have a block: up to which rung 8 is faster without keys ahead
 )
 # Batch-invariant pairs that have several clusters each: of so few, lengths decide nothing; and below
-# MANY_UNEVEN_BYTES.
+# MANY_UNEVEN_BYTES. Of so few others they decide where those of more pairs cost more.
 FEW_PAIRS, SOME_PAIRS = 5, 8
 # Of the SMs. By length: blocks that are on almost all, of few pairs; and pairs up to which blocks on all pay: clusters
 # of two, single ones with head_dim 256, and others.
@@ -43,14 +43,41 @@ def has_more_blocks(call: Call, pairs: int) -> bool:
 
 
 def uneven_bytes(call: Call, pairs: int, page_size: int | None, batch_invariant: bool) -> float:
-    """Of room for K and V, from which lengths decide: below, equal lengths lose over 1 %."""
-    if call.item_size == 4 and call.head_dim == 256 and call.rows > ROWS // 4:
+    """Of room for K and V, from which lengths decide: below, equal ones lose more than others gain."""
+    wide, single = call.head_dim == 256, call.item_size == 4
+    many_rows = call.rows > ROWS // 2
+    if single and wide and call.rows > ROWS // 4:
         return math.inf  # compute-bound
+    as_few = batch_invariant or call.rows > ROWS or (wide and (single or many_rows))
+    if as_few or pairs <= SOME_PAIRS:
+        return _uneven_bytes_of_few(call, pairs, page_size, batch_invariant)
+    for_each_sm = pairs / call.sms
+    if for_each_sm <= 1 and single:
+        return FEW_UNEVEN_BYTES
+    least = SOME_UNEVEN_BYTES if many_rows or page_size else FEW_UNEVEN_BYTES
+    if 2 * pairs <= call.sms:
+        # Without lengths, clusters of two or eight on all SMs are the fastest of those.
+        blocks = power_of_two(call.sms // pairs)
+        full = blocks != 4 and pairs * blocks >= ALMOST_ALL * call.sms
+        return SOME_UNEVEN_BYTES if full else least
+    if grid_on_all_sms(call, pairs, UNEVEN_BYTES):
+        return least
+    if page_size or for_each_sm > ONE_AND_A_HALF or 1 < for_each_sm <= ALMOST_ONE:
+        return MANY_UNEVEN_BYTES
+    if for_each_sm > 1:
+        return MANY_UNEVEN_BYTES if single else UNEVEN_BYTES_OF_WAVES
+    if not are_on_most_sms(call, pairs, 1):
+        return least
+    return SOME_UNEVEN_BYTES if wide else UNEVEN_BYTES
+
+
+def _uneven_bytes_of_few(
+    call: Call, pairs: int, page_size: int | None, batch_invariant: bool
+) -> float:
+    """The same of few pairs; and of batch-invariant ones, of many rows, and of float32 with head_dim 256."""
     if 2 * pairs > call.sms:
         one = pairs <= call.sms or ALMOST_ONE < pairs / call.sms <= ONE_AND_A_HALF
-        grid = None if batch_invariant else grid_on_all_sms(call, pairs, UNEVEN_BYTES)
-        fits = (grid and grid.rung == BY_LENGTH[0]) or (one and not call.compute_bound)
-        return UNEVEN_BYTES if fits and not page_size else MANY_UNEVEN_BYTES
+        return UNEVEN_BYTES if one and not (call.compute_bound or page_size) else MANY_UNEVEN_BYTES
     more = not batch_invariant and has_more_blocks(call, pairs)
     if page_size:
         _, blocks = blocks_by_length(call, pairs)

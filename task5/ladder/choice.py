@@ -6,6 +6,7 @@ from task5.ladder.by_length import (
     FEW_PAIRS,
     MANY_UNEVEN_BYTES,
     SOME_PAIRS,
+    UNEVEN_BYTES,
     fastest_by_length,
     has_more_blocks,
     uneven_bytes,
@@ -131,7 +132,8 @@ def fastest(
     enough = bytes_ >= uneven_bytes(call, pairs, page_size, batch_invariant)
     # Equal lengths may have as many blocks of a pair as there is room for, too.
     more = not batch_invariant and has_more_blocks(call, pairs)
-    pays = more and (call.compute_bound or pairs <= PAIRS_OF_16_BITS) and batch <= MOST_SEQUENCES
+    long_and_few = pairs <= PAIRS_OF_16_BITS and bytes_ >= UNEVEN_BYTES
+    pays = more and (call.compute_bound or long_and_few) and batch <= MOST_SEQUENCES
     if (may_differ or pays) and enough and choice.rung in ONE_TREE:
         return fastest_by_length(call, pairs, bytes_, batch_invariant, promised)
     return choice

@@ -197,7 +197,7 @@ def test_pairs_of_9_to_16_rows(h200):
 
 
 def test_lengths_that_may_differ_decide(h200):
-    """From 250 or 300 MB of room on; from 400 where they cost equal lengths more, and from 125 where less."""
+    """From 125 to 400 MB of room on, as much as equal lengths lose and others gain."""
 
     def rung(heads, kv_len, lengths, **shape):
         return fastest(h200(**{"dtype": 2} | shape), heads, kv_len, lengths=lengths).rung
@@ -211,14 +211,12 @@ def test_lengths_that_may_differ_decide(h200):
     assert rung(160, 8192, 20) == rung(208, 8192, 26) == rung(192, 4096, 24, dtype=0) == shallow
     assert rung(256, 4096, 32) == rung(256, 4096, 128) == rung(224, 8192, 28) == of_eight_warps
     assert rung(160, 4096, 20) == shallow
-    few = rung(64, 7000, 8), rung(256, 2048, 32), rung(4, 99_999, 4), rung(2, 999_999, 2)
-    few += rung(140, 4096, 20), rung(68, 3500, 17, head_dim=256), rung(68, 3500, 8, dtype=0)
-    few += rung(64, 4096, 8, head_dim=256), rung(64, 4096, 8, dtype=0)
-    few += rung(10, 12_000, 10, head_dim=256), rung(10, 12_000, 10, dtype=0)
-    few += (rung(7, 99_999, 7, dtype=0, head_dim=256, rows=8),)
+    few = rung(256, 2048, 32), rung(2, 999_999, 2), rung(140, 4096, 20)
+    few += (
+        rung(7, 10_000, 7, dtype=0, head_dim=256),
+        rung(7, 99_999, 7, dtype=0, head_dim=256, rows=8),
+    )
     assert not {rung(256, 4096, 1), rung(1032, 4096, 129), *few} & set(BY_LENGTH)
-    assert rung(10, 12_300, 10, head_dim=256) == deep  # 13 blocks of a pair, not 8
-    assert rung(10, 12_300, 10, dtype=0) == of_eight_warps
     assert rung(64, 8192, 8, rows=33) == rung(8, 32768, 8, rows=32) == MORE_ROWS_BY_LENGTH
     assert rung(64, 8192, 1, rows=33) == rung(8, 16384, 8, rows=32) == MORE_ROWS
     assert rung(67, 8192, 67, rows=33) == MORE_ROWS  # more pairs than SMs
@@ -229,10 +227,48 @@ def test_lengths_that_may_differ_decide(h200):
         return fastest(h200(**{"dtype": 2} | shape), heads, kv_len, page_size=64, lengths=8).rung
 
     assert paged(64, 8192) == paged(16, 32768) == of_eight_warps  # on almost all SMs
-    assert not {paged(24, 24_000), paged(96, 8000), paged(24, 12_000, head_dim=256)} & set(
-        BY_LENGTH
-    )
-    assert paged(20, 16_000, head_dim=256) == deep and paged(96, 16384) in BY_LENGTH
+    assert paged(20, 16_000, head_dim=256) == deep
+
+
+def test_from_how_many_bytes_on_lengths_decide(h200):
+    def least(pairs, **given):
+        page_size, shape = given.pop("page_size", None), {"dtype": 2} | given
+        invariant = shape.pop("batch_invariant", False)
+        call = h200(**shape)
+
+        def by_length(mb):
+            kv_len = mb * 10**6 // (2 * pairs * call.head_dim * call.item_size)
+            options = dict(batch_invariant=invariant, page_size=page_size, lengths=8)
+            return fastest(call, pairs, kv_len, **options).rung in BY_LENGTH
+
+        limits = [
+            mb for mb in (125, 150, 200, 250, 300, 400) if by_length(mb + 1) > by_length(mb - 1)
+        ]
+        return limits[0] if len(limits) == 1 else limits
+
+    wide, single, paged = dict(head_dim=256), dict(dtype=0), dict(page_size=64)
+    assert {least(n) for n in (9, 12, 14, 24, 32, 48, 62, 67, 91, 92, 117)} == {125}
+    assert {least(n) for n in (155, 160, 211)} == {150}
+    assert {least(n) for n in (16, 63, 64, 66)} == {200}
+    assert {least(n) for n in (4, 8, 118, 128, 132)} == {250}
+    assert {least(n) for n in (133, 154, 212, 256)} == {400}
+    assert {least(n, rows=9) for n in (9, 16, 24, 48, 72, 100)} == {200}
+    assert least(128, rows=9) == 250
+    assert {least(n, **wide) for n in (9, 24, 32, 48, 67, 81, 82, 117)} == {125}
+    assert {least(n, **wide) for n in (16, 64, 118, 132)} == {200}
+    assert least(160, **wide) == 150 and least(256, **wide) == 400
+    assert least(4, **wide) == least(8, **wide) == least(24, rows=9, **wide) == 300
+    assert {least(n, **single) for n in (9, 10, 16, 64, 67, 128)} == {125}
+    assert least(4, **single) == 300 and least(5, **single) == 125  # 26 blocks of a pair, not 16
+    assert least(160, **single) == least(256, **single) == 400
+    assert {least(n, **paged) for n in (9, 24, 64, 67, 91)} == {200}
+    assert {least(n, **paged) for n in (92, 117, 128, 160, 256)} == {400}
+    assert least(4, **paged) == least(8, **paged) == 250
+    assert least(72, **paged, **wide) == 200 and least(100, **paged, **wide) == 400
+    given = dict(batch_invariant=True)
+    assert {least(n, **given) for n in (9, 24, 48, 64, 67, 128)} == {250}
+    assert least(24, **given, **wide) == least(24, **given, **single) == 300
+    assert least(128, **given, **wide) == least(256, **given) == 400
 
 
 def test_few_pairs_by_length(h200):
@@ -273,11 +309,8 @@ def test_somewhat_more_pairs_than_half_of_the_sms_by_length(h200):
     assert how(77) == how(100) == how(72, mb=300) == Choice(deep, ahead=True)
     wide = dict(head_dim=256)
     assert how(72, **wide) == how(72, mb=260, **wide) == how(100, **wide) == Choice(deep)
-    assert how(72, mb=240, **wide) == how(100, mb=390, **wide) == Choice(4)
-    assert how(67, dtype=0) == how(128, mb=260, dtype=0) == Choice(deep, ahead=True)
+    assert how(67, dtype=0) == how(128, mb=130, dtype=0) == Choice(deep, ahead=True)
     assert how(67, dtype=0, rows=5) == how(128, dtype=0, rows=5) == Choice(of_eight_warps)
-    few = how(67, mb=240, dtype=0), how(67, mb=390, dtype=0, rows=5)
-    assert not {choice.rung for choice in few} & set(BY_LENGTH)
 
 
 def test_pairs_of_16_of_many_rows(h200):
