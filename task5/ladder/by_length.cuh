@@ -11,7 +11,8 @@
 // Where pairs are cut, there are more items, and a cluster that is done takes a further one.
 // Of few pairs a grid has more clusters than pairs, and some may have no item. There a pair has any number of parts, so
 // that the largest is as small as can be. Only batch-invariant it is a power of two: of pairs from one and three
-// quarters of a share on, or from two if all are about as long as each other.
+// quarters of a share on, or from two if all are about as long as each other. Within a 32nd of the longest all pairs
+// have as many, in the grid's order: to see that takes few instructions.
 struct ByLength {
   static constexpr bool BY_LENGTH = true;
   static constexpr int MOST = 64, MOST_POWER_OF_TWO = 16;  // clusters of a pair
@@ -23,7 +24,6 @@ struct ByLength {
     const int n = blockIdx.z * gridDim.y + blockIdx.y;
     item = few_pairs(a) && a.block_bits == 0 ? one_of_two(n, of_grid()) : n;
   }
-  // Of sequences about as long as each other as the grid says, which takes few instructions to see.
   DEVICE void find(const Decode& a) {
     sequence_ = blockIdx.z, pair_ = blockIdx.y, part = items = 0, clusters_ = 1;
     if (few_pairs(a)) {
@@ -34,7 +34,11 @@ struct ByLength {
     load(a, known);
     none_ = item >= a.all_pairs();
     Shares shares(a, known);
-    if (shares.are_alike()) return;
+    if (shares.are_alike()) {
+      clusters_ = shares.of_each();
+      if (clusters_ > 1) find_alike(a);
+      return;
+    }
     shares.cut();
     if (shares.differ()) find_among(a, shares);
   }
@@ -99,10 +103,9 @@ struct ByLength {
       }
       longest = __reduce_max_sync(~0u, longest), shortest = __reduce_min_sync(~0u, shortest);
     }
-    // Whether all are about as long as each other, and too many to be cut.
-    DEVICE bool are_alike() const {
-      return longest - shortest <= longest / 32 && 2 * a.all_pairs() > a.clusters_at_once;
-    }
+    // Whether all are about as long as each other; and then of each pair.
+    DEVICE bool are_alike() const { return longest - shortest <= longest / 32; }
+    DEVICE int of_each() const { return at_most(a.clusters_of_each, shortest); }
     DEVICE void cut() {
       unsigned sum = 0;
 #pragma unroll
@@ -125,10 +128,13 @@ struct ByLength {
     }
     DEVICE bool evenly() const { return few_pairs(a) && !a.chunks; }
     DEVICE int clusters(unsigned keys, float parts) const {
-      const int by_keys = keys >> (LEAST_BITS + a.block_bits + WARP_BITS + a.tile_bits);
       const float by_shares = keys * of_a_key * parts;
-      if (evenly()) return max(1, min(min(__float2int_ru(by_shares), by_keys), MOST));
-      return 1 << (31 - __clz(max(1, min(min(int(by_shares), by_keys), MOST_POWER_OF_TWO))));
+      return at_most(evenly() ? __float2int_ru(by_shares) : int(by_shares), keys);
+    }
+    DEVICE int at_most(int clusters, unsigned keys) const {
+      const int by_keys = keys >> (LEAST_BITS + a.block_bits + WARP_BITS + a.tile_bits);
+      if (evenly()) return max(1, min(min(clusters, by_keys), MOST));
+      return 1 << (31 - __clz(max(1, min(min(clusters, by_keys), MOST_POWER_OF_TWO))));
     }
     // As many parts of a share as leave the largest one as small as there are clusters for. With one part less for
     // each pair these are enough. Where pairs are more than half of the clusters, several short ones share one.
@@ -151,6 +157,14 @@ struct ByLength {
     }
   };
 
+  // Each pair has as many clusters.
+  DEVICE void find_alike(const Decode& a) {
+    items = clusters_ * a.all_pairs();
+    none_ = item >= items;
+    const int n = none_ ? 0 : item, pair = int(__fdividef(n + 0.5f, clusters_)), sequence = a.pairs.quotient(pair);
+    pair_ = pair - sequence * int(a.pairs.d), part = n - pair * clusters_;
+    take(sequence % 32, sequence / 32);
+  }
   DEVICE void find_among(const Decode& a, const Shares& shares) {
     const int pairs = a.pairs.d;
     int clusters_of[HELD], items_of[HELD], group[HELD], of_lane = 0;
@@ -163,14 +177,22 @@ struct ByLength {
     items = __reduce_add_sync(~0u, of_lane);
     none_ = item >= items;
     const Place place = place_of(none_ ? 0 : item, items_of, group);
+    take(place.lane, place.i);
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) {  // a select between pairs of numbers would have them in memory
-      const int x = __shfl_sync(~0u, known[i].x, place.lane), y = __shfl_sync(~0u, known[i].y, place.lane);
+    for (int i = 0; i < HELD; ++i) {
       const int clusters = __shfl_sync(~0u, clusters_of[i], place.lane);
-      if (place.i == i) own = make_int2(x, y), clusters_ = clusters;
+      if (place.i == i) clusters_ = clusters;
     }
-    sequence_ = place.lane + 32 * place.i;
     const int of_sequence = none_ ? 0 : item - place.first;
     pair_ = of_sequence / clusters_, part = of_sequence - pair_ * clusters_;
+  }
+  // This cluster has a part of the lane's ith sequence.
+  DEVICE void take(int lane, int i) {
+    sequence_ = lane + 32 * i;
+#pragma unroll
+    for (int n = 0; n < HELD; ++n) {  // a select between pairs of numbers would have them in memory
+      const int x = __shfl_sync(~0u, known[n].x, lane), y = __shfl_sync(~0u, known[n].y, lane);
+      if (i == n) own = make_int2(x, y);
+    }
   }
 };

@@ -183,7 +183,7 @@ struct Cluster {
     while (!BY_LENGTH && int64_t(a.batch) * pairs << (a.cluster_bits + 1) <= a.slots) ++a.cluster_bits;
     const int of_a_cluster = of_a_pair >> a.cluster_bits;
     while (2 << a.block_bits <= of_a_cluster) ++a.block_bits;
-    a.clusters_at_once = a.slots;
+    a.clusters_at_once = a.slots, a.clusters_of_each = a.slots / (a.batch * pairs);
     if (of_a_cluster > 8) {
       cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
       if (error) return error;

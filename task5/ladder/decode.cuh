@@ -59,6 +59,7 @@ struct Decode {
   // In rungs with clusters: 1 << block_bits blocks of one; 1 << cluster_bits of a pair, if its length does not say it.
   int block_bits = 0, cluster_bits = 0;
   int clusters_at_once = 0;  // on the GPU, in rungs 8 to 10
+  int clusters_of_each = 1;  // pair, of these
   float scale;
   float* partial;  // [slot][rows of a pair][head_dim], and behind all of them m, l: [slot][rows of a pair][2]
   int64_t slots;  // in rungs 3 to 7 of all clusters, where several share a pair; in 8 to 10 clusters_at_once

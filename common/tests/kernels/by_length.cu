@@ -30,7 +30,7 @@ static Decode of(const int* seqlens, int batch, int kv_heads, int kv_len, int at
   Decode a;
   a.seqlens_k = seqlens, a.leftpad_k = nullptr, a.window = 0, a.q_len = 1;
   a.batch = batch, a.kv_heads = kv_heads, a.pairs = Divisor(kv_heads), a.kv_len = kv_len;
-  a.clusters_at_once = at_once, a.chunks = chunks;
+  a.clusters_at_once = at_once, a.clusters_of_each = at_once / (batch * kv_heads), a.chunks = chunks;
   return a;
 }
 
