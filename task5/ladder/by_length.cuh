@@ -1,7 +1,6 @@
 // Which cluster has which pair, where a sequence's pairs have as many clusters as its length asks for: one, or several
 // if it is much longer than the others. Lengths are known on the GPU alone, so each warp looks at all of them.
 #pragma once
-#include "count.cuh"
 #include "decode.cuh"
 #include "longest_first.cuh"
 
@@ -58,13 +57,13 @@ struct ByLength {
 
   // Whether clusters take further items.
   DEVICE bool more() const { return items > of_grid(); }
-  // The next one, or -1. It is counted behind the pairs' counters: in each launch once for every item, as each cluster
-  // comes once in vain.
-  DEVICE int take(const Decode& a) const {
-    int* counter = &a.counters[a.all_pairs() << a.block_bits];
-    const int taken = add_acquire_release(counter, 1), further = of_grid() + taken;
-    if (taken == items - 1) *counter = 0;  // for the next launch
-    return further < items ? further : -1;
+  // Asks for the next one, long before it is looked at. It is counted behind the pairs' counters: in each launch once
+  // for every item, as each cluster comes once in vain.
+  DEVICE int ask(const Decode& a) const { return atomicAdd(counter(a), 1); }
+  // The item that was asked for, or -1.
+  DEVICE int further(const Decode& a, int asked) const {
+    if (asked == items - 1) *counter(a) = 0;  // for the next launch
+    return of_grid() + asked < items ? of_grid() + asked : -1;
   }
   DEVICE void go_on(int further) { item = further; }
 
@@ -73,6 +72,7 @@ struct ByLength {
   int sequence_, pair_, part, clusters_;
   bool none_ = false;
 
+  static DEVICE int* counter(const Decode& a) { return &a.counters[a.all_pairs() << a.block_bits]; }
   static DEVICE int of_grid() { return gridDim.y * gridDim.z; }
   static DEVICE bool few_pairs(const Decode& a) { return gridDim.z > a.batch; }
   static DEVICE int sequence_of_lane(int i) { return threadIdx.x % 32 + 32 * i; }
@@ -163,7 +163,7 @@ struct ByLength {
     none_ = item >= items;
     const int n = none_ ? 0 : item, pair = int(__fdividef(n + 0.5f, clusters_)), sequence = a.pairs.quotient(pair);
     pair_ = pair - sequence * int(a.pairs.d), part = n - pair * clusters_;
-    take(sequence % 32, sequence / 32);
+    be_of(sequence % 32, sequence / 32);
   }
   DEVICE void find_among(const Decode& a, const Shares& shares) {
     const int pairs = a.pairs.d;
@@ -177,7 +177,7 @@ struct ByLength {
     items = __reduce_add_sync(~0u, of_lane);
     none_ = item >= items;
     const Place place = place_of(none_ ? 0 : item, items_of, group);
-    take(place.lane, place.i);
+    be_of(place.lane, place.i);
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
       const int clusters = __shfl_sync(~0u, clusters_of[i], place.lane);
@@ -187,7 +187,7 @@ struct ByLength {
     pair_ = of_sequence / clusters_, part = of_sequence - pair_ * clusters_;
   }
   // This cluster has a part of the lane's ith sequence.
-  DEVICE void take(int lane, int i) {
+  DEVICE void be_of(int lane, int i) {
     sequence_ = lane + 32 * i;
 #pragma unroll
     for (int n = 0; n < HELD; ++n) {  // a select between pairs of numbers would have them in memory

@@ -36,7 +36,8 @@ struct ByGrid {
   DEVICE int clusters(const Decode& a) const { return 1 << a.cluster_bits; }
   DEVICE bool none() const { return false; }
   DEVICE bool more() const { return false; }
-  DEVICE int take(const Decode&) const { return -1; }
+  DEVICE int ask(const Decode&) const { return 0; }
+  DEVICE int further(const Decode&, int) const { return -1; }
   DEVICE void go_on(int) {}
   DEVICE int64_t first(const Decode& a) const { return int64_t(b() * int(a.pairs.d) + pair()) << a.cluster_bits; }
 };
@@ -62,11 +63,12 @@ struct Cluster {
     float2 ml[MOST_BLOCKS][ROWS];
     uint64_t received;  // counts what is sent here
     bool last;          // this block is the last of its pair
-    float2 further;     // an item, in block 0
+    float2 further;     // an item
   };
   PLACE place;
   int rank, bits;  // 1 << bits blocks
   int parity = 0;  // of what the blocks send each other
+  int asked;       // a further item, of block 0's first thread
 
   template <typename Buffer>
   DEVICE void start(const Decode& a, Buffer& buffer) {
@@ -118,17 +120,16 @@ struct Cluster {
   template <typename Buffer>
   DEVICE bool next(const Decode& a, Buffer& buffer) {
     if (!place.more()) return false;
-    __syncwarp();
-    start_in_cluster(), wait_for_cluster();
-    if (rank == 0 && threadIdx.x == 0) buffer.further = make_float2(__int_as_float(place.take(a)), 0.0f);
+    if (rank == 0 && threadIdx.x == 0) {
+      const float2 item = make_float2(__int_as_float(place.further(a, asked)), 0.0f);
+      for (int to = 0; to < 1 << bits; ++to) store_to(to, &buffer.further, item);
+    }
     __syncwarp();
     arrive_in_cluster(), wait_for_cluster();
-    const int item = __float_as_int(load_from(0, &buffer.further).x);
-    arrive_in_cluster();  // as start() does; block 0 may end when the others have read the item
-    if (item < 0) {
-      meet();
-      return false;
-    }
+    const int item = __float_as_int(buffer.further.x);
+    if (item < 0) return false;
+    __syncwarp();
+    start_in_cluster();  // as start() does
     place.go_on(item), parity ^= 1;
     return true;
   }
@@ -143,8 +144,9 @@ struct Cluster {
   }
 
   template <typename T, int ROWS, int D>
-  DEVICE void merge_blocks(const Decode& a, const Walk& w, Buffer<ROWS, D>& buffer) const {
+  DEVICE void merge_blocks(const Decode& a, const Walk& w, Buffer<ROWS, D>& buffer) {
     const int quads = min(ROWS, a.rows - w.row_0 * ROWS) * D / 4;
+    if (place.more() && rank == 0 && threadIdx.x == 0) asked = place.ask(a);
     if (bits > 0) {
       if (BY_LENGTH && threadIdx.x == 0) expect(a, buffer, w.pair);
       mbarrier_wait(&buffer.received, parity);
