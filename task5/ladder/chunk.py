@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common.build import Kernels, dtype_code
 from common.inputs import check_lengths
+from task5.ladder.by_length import ALMOST_ALL
 from task5.ladder.checks import (
     MAX_BATCH,
     check_cached,
@@ -19,6 +20,7 @@ from task5.ladder.checks import (
     loadable,
 )
 from task5.ladder.gpu import is_hopper, sms_of, workspace
+from task5.ladder.kernels import power_of_two
 
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128)
@@ -30,8 +32,8 @@ MANY = 192  # rows of a tile with three consumers, of head_dim 64
 SPLITS = (1, 2, 4, 8)
 MOST_CLUSTERS = 16  # of a tile
 # By length, so that tiles of sequences much longer than others have more clusters: of up to so many sequences, whose
-# lengths a warp holds; tiles for each SM, which are short then; and from so many bytes of K and V on, of up to a tile
-# for every fourth SM and of more. Elsewhere equal lengths lose too much.
+# lengths a warp holds; tiles for each SM, which are short then; and from so many bytes of K and V on, or where more
+# tiles than one for every fourth SM fill almost all of them anyway. Elsewhere equal lengths lose too much.
 MOST_SEQUENCES, MOST_UNEVEN_TILES, UNEVEN_BYTES, MANY_UNEVEN_BYTES = 128, 4.5, 100e6, 150e6
 # Of tiles of few rows, so many SMs for each from which on these are very few; and up to how many times as many tiles as
 # fill the SMs, or half of them, have parts for several rounds. See _by_length().
@@ -184,7 +186,8 @@ def chunk_attention(
 
 def by_length_pays(tiles: int, bytes_: float, sms: int) -> bool:
     """Whether clusters should have as much to do, where lengths may differ: ``bytes_`` of room for K and V."""
-    least = UNEVEN_BYTES if 4 * tiles <= sms else MANY_UNEVEN_BYTES
+    full = tiles * power_of_two(sms // tiles) >= ALMOST_ALL * sms
+    least = MANY_UNEVEN_BYTES if full and 4 * tiles > sms else UNEVEN_BYTES
     return bytes_ >= least and tiles <= MOST_UNEVEN_TILES * sms
 
 

@@ -339,7 +339,10 @@ def test_many_rows_are_faster_as_a_chunk(h200):
     assert chunk(8, 4096, 32) and not chunk(8, 3600, 32)  # 17 and 14.7 MB
     assert chunk(8, 8192, 32, page_size=64) and not chunk(8, 4096, 32, page_size=64)
     assert chunk(8, 16384, 17, lengths=8) and chunk(8, 32768, 17, lengths=8)
-    assert chunk(33, 6200, 17, lengths=33) and not chunk(34, 6200, 17, lengths=34)  # 105, 108 MB
+    for heads in (33, 34, 56, 62, 67, 96, 125):  # 102 MB
+        assert chunk(heads, 200_000 // heads, 17, lengths=heads)
+    for heads in (63, 64, 66, 126, 128, 132, 160):
+        assert not chunk(heads, 280_000 // heads, 17, lengths=8)  # 143 MB
     assert chunk(264, 1200, 17, lengths=33) and not chunk(264, 1000, 17, lengths=33)  # 162, 135 MB
     assert not chunk(600, 1000, 17, lengths=75) and chunk(600, 1000, 17, lengths=129)
     assert not chunk(8, 99_999, 16)
