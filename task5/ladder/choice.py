@@ -135,7 +135,7 @@ def fastest(
     long_and_few = pairs <= PAIRS_OF_16_BITS and bytes_ >= UNEVEN_BYTES
     pays = more and (call.compute_bound or long_and_few) and batch <= MOST_SEQUENCES
     if (may_differ or pays) and enough and choice.rung in ONE_TREE:
-        return fastest_by_length(call, pairs, bytes_, batch_invariant, promised)
+        return fastest_by_length(call, pairs, bytes_, page_size, batch_invariant, promised)
     return choice
 
 

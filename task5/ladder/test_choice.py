@@ -207,11 +207,15 @@ def test_lengths_that_may_differ_decide(h200):
     assert rung(256, 4096, 32, head_dim=256) == rung(64, 5000, 8, head_dim=256) == deep
     assert rung(120, 8192, 15, dtype=0) == deep
     assert rung(120, 8192, 15, dtype=0, rows=5) == of_eight_warps
-    assert rung(144, 8192, 18) == rung(512, 4096, 64) == deep
-    assert rung(160, 8192, 20) == rung(208, 8192, 26) == rung(192, 4096, 24, dtype=0) == shallow
-    assert rung(256, 4096, 32) == rung(256, 4096, 128) == rung(224, 8192, 28) == of_eight_warps
-    assert rung(160, 4096, 20) == shallow
-    few = rung(256, 2048, 32), rung(2, 999_999, 2), rung(140, 4096, 20)
+    assert rung(144, 8192, 18) == rung(512, 4096, 64) == rung(192, 4096, 24, dtype=0) == deep
+    assert rung(160, 8192, 20) == rung(208, 8192, 26) == rung(140, 3000, 20) == deep
+    assert rung(256, 4096, 32) == rung(256, 4096, 128) == rung(224, 8192, 28) == deep
+    assert rung(160, 2048, 20) == rung(140, 2500, 20) == shallow
+    assert rung(128, 3500, 16) == rung(300, 4096, 30) == of_eight_warps
+    many = dict(rows=9)  # 200 MB of them are few
+    assert rung(144, 8192, 18, **many) == deep and rung(208, 8192, 26, **many) == shallow
+    assert rung(256, 4096, 32, **many) == of_eight_warps
+    few = rung(256, 1800, 32), rung(2, 999_999, 2), rung(140, 2000, 20)
     few += (
         rung(7, 10_000, 7, dtype=0, head_dim=256),
         rung(7, 99_999, 7, dtype=0, head_dim=256, rows=8),
@@ -221,13 +225,28 @@ def test_lengths_that_may_differ_decide(h200):
     assert rung(64, 8192, 1, rows=33) == rung(8, 16384, 8, rows=32) == MORE_ROWS
     assert rung(67, 8192, 67, rows=33) == MORE_ROWS  # more pairs than SMs
     assert rung(256, 4096, 32, rows=33, head_dim=256) == KEYS_AS_ROWS
-    assert fastest(h200(dtype=2), 144, 8192, promised=True, lengths=18) == Choice(deep)
 
     def paged(heads, kv_len, **shape):
         return fastest(h200(**{"dtype": 2} | shape), heads, kv_len, page_size=64, lengths=8).rung
 
     assert paged(64, 8192) == paged(16, 32768) == of_eight_warps  # on almost all SMs
-    assert paged(20, 16_000, head_dim=256) == deep
+    assert paged(128, 3500) == of_eight_warps and paged(140, 8192) == paged(200, 4096) == shallow
+    assert paged(20, 16_000, head_dim=256) == paged(128, 8192) == paged(224, 4096) == deep
+
+
+def test_keys_ahead_by_length(h200):
+    def ahead(pairs, mb, page_size=None, **shape):
+        call = h200(**{"dtype": 2} | shape)
+        kv_len = mb * 10**6 // (2 * pairs * call.head_dim * call.item_size)
+        options = dict(promised=True, page_size=page_size, lengths=8)
+        choice = fastest(call, pairs, kv_len, **options)
+        assert choice.rung in BY_LENGTH
+        return choice.ahead
+
+    assert ahead(128, 220) and ahead(128, 300) and ahead(160, 160) and ahead(256, 300)
+    assert not ahead(104, 300) and ahead(104, 500) and ahead(104, 300, 64) and ahead(160, 300, 64)
+    assert not ahead(144, 300) and not ahead(208, 300) and not ahead(512, 500)
+    assert not ahead(128, 300, rows=9) and not ahead(144, 500, rows=9) and ahead(208, 300, rows=9)
 
 
 def test_from_how_many_bytes_on_lengths_decide(h200):
@@ -246,28 +265,29 @@ def test_from_how_many_bytes_on_lengths_decide(h200):
         ]
         return limits[0] if len(limits) == 1 else limits
 
-    wide, single, paged = dict(head_dim=256), dict(dtype=0), dict(page_size=64)
+    wide, float32, paged = dict(head_dim=256), dict(dtype=0), dict(page_size=64)
     assert {least(n) for n in (9, 12, 14, 24, 32, 48, 62, 67, 91, 92, 117)} == {125}
-    assert {least(n) for n in (155, 160, 211)} == {150}
-    assert {least(n) for n in (16, 63, 64, 66)} == {200}
-    assert {least(n) for n in (4, 8, 118, 128, 132)} == {250}
-    assert {least(n) for n in (133, 154, 212, 256)} == {400}
+    assert {least(n) for n in (133, 154, 155, 160, 211)} == {150}
+    assert {least(n) for n in (16, 63, 64, 66, 118, 128, 132)} == {200}
+    assert {least(n) for n in (4, 8, 212, 256, 264)} == {250}
+    assert {least(n) for n in (265, 400)} == {400}
     assert {least(n, rows=9) for n in (9, 16, 24, 48, 72, 100)} == {200}
-    assert least(128, rows=9) == 250
+    assert least(128, rows=9) == 250 and least(160, rows=9) == 150
+    assert {least(n, rows=9) for n in (133, 154, 212, 256)} == {400}
     assert {least(n, **wide) for n in (9, 24, 32, 48, 67, 81, 82, 117)} == {125}
     assert {least(n, **wide) for n in (16, 64, 118, 132)} == {200}
     assert least(160, **wide) == 150 and least(256, **wide) == 400
     assert least(4, **wide) == least(8, **wide) == least(24, rows=9, **wide) == 300
-    assert {least(n, **single) for n in (9, 10, 16, 64, 67, 128)} == {125}
-    assert least(4, **single) == 300 and least(5, **single) == 125  # 26 blocks of a pair, not 16
-    assert least(160, **single) == least(256, **single) == 400
-    assert {least(n, **paged) for n in (9, 24, 64, 67, 91)} == {200}
-    assert {least(n, **paged) for n in (92, 117, 128, 160, 256)} == {400}
-    assert least(4, **paged) == least(8, **paged) == 250
+    assert {least(n, **float32) for n in (9, 10, 16, 64, 67, 128, 140, 160, 256)} == {125}
+    assert least(4, **float32) == 300 and least(5, **float32) == 125  # 26 blocks of a pair, not 16
+    assert least(300, **float32) == 400
+    assert {least(n, **paged) for n in (9, 24, 64, 67, 91, 92, 117, 128, 140, 160)} == {200}
+    assert {least(n, **paged) for n in (4, 8, 212, 256)} == {250} and least(300, **paged) == 400
+    assert {least(n, **paged, rows=9) for n in (92, 128, 160, 256)} == {400}
     assert least(72, **paged, **wide) == 200 and least(100, **paged, **wide) == 400
     given = dict(batch_invariant=True)
     assert {least(n, **given) for n in (9, 24, 48, 64, 67, 128)} == {250}
-    assert least(24, **given, **wide) == least(24, **given, **single) == 300
+    assert least(24, **given, **wide) == least(24, **given, **float32) == 300
     assert least(128, **given, **wide) == least(256, **given) == 400
 
 
