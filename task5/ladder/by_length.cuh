@@ -16,21 +16,32 @@ struct ByLength {
   static constexpr bool BY_LENGTH = true;
   static constexpr int MOST = 64, MOST_POWER_OF_TWO = 16;  // clusters of a pair
   static constexpr int LEAST_BITS = 2;  // a cluster has so many tiles for each warp at least: 1 << LEAST_BITS
-  int2 known[HELD], now[HELD];  // the lane's lengths, before and after the launch ahead of this one is complete
-  int2 own;                     // those of this cluster's sequence
+  static constexpr int SEQUENCES = 32 * HELD;  // of a batch, at most
+  static_assert(THREADS >= SEQUENCES, "each thread asks for one sequence's lengths");
+  int2 before, now;  // those that this thread asks for, before and after the launch ahead of this one is complete
+  int2 known[HELD];  // the lane's, before that
+  int2 own;          // those of this cluster's sequence
 
   DEVICE void start(const Decode& a) {
     const int n = blockIdx.z * gridDim.y + blockIdx.y;
     item = few_pairs(a) && a.block_bits == 0 ? one_of_two(n, of_grid()) : n;
   }
-  DEVICE void find(const Decode& a) {
+  // Lengths may change meanwhile, so all warps of a block take the same ones, from `all`.
+  DEVICE void read_lengths(const Decode& a, int2 (&all)[SEQUENCES]) {
+    before = of_thread(a);
+    if (threadIdx.x < SEQUENCES) all[threadIdx.x] = before;
     sequence_ = blockIdx.z, pair_ = blockIdx.y, part = items = 0, clusters_ = 1;
     if (few_pairs(a)) {
       const int sequence = a.pairs.quotient(item);
       sequence_ = min(sequence, a.batch - 1), pair_ = item - sequence * int(a.pairs.d);
     }
-    own = lengths(a, sequence_);
-    load(a, known);
+    __syncthreads();  // `all` complete
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) known[i] = all[sequence_of_lane(i)];
+    own = all[sequence_];
+    __syncthreads();  // `all` consumed
+  }
+  DEVICE void find(const Decode& a) {
     none_ = item >= a.all_pairs();
     Shares shares(a, known);
     if (shares.are_alike()) {
@@ -42,13 +53,8 @@ struct ByLength {
     if (shares.differ()) find_among(a, shares);
   }
   DEVICE bool none() const { return none_; }  // no item is this cluster's
-  DEVICE void read_again(const Decode& a) { load(a, now); }
-  DEVICE bool holds(const Decode&) const {
-    bool same = true;
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) same = same && now[i].x == known[i].x && now[i].y == known[i].y;
-    return __all_sync(~0u, same);
-  }
+  DEVICE void read_again(const Decode& a) { now = of_thread(a); }
+  DEVICE bool holds(const Decode&) const { return now.x == before.x && now.y == before.y; }  // what this thread sees
   DEVICE int b() const { return sequence_; }
   DEVICE int pair() const { return pair_; }       // of the sequence's
   DEVICE int cluster(int) const { return part; }  // of the pair's
@@ -76,10 +82,8 @@ struct ByLength {
   static DEVICE int of_grid() { return gridDim.y * gridDim.z; }
   static DEVICE bool few_pairs(const Decode& a) { return gridDim.z > a.batch; }
   static DEVICE int sequence_of_lane(int i) { return threadIdx.x % 32 + 32 * i; }
-  // Of sequences that there are not, those of the last one, so that no load waits for a branch: nothing looks at them.
-  static DEVICE void load(const Decode& a, int2 (&of)[HELD]) {
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) of[i] = lengths(a, min(sequence_of_lane(i), a.batch - 1));
+  static DEVICE int2 of_thread(const Decode& a) {
+    return threadIdx.x < a.batch ? lengths(a, threadIdx.x) : int2{};
   }
 
   // The keys of each of the lane's sequences, and how its pairs are cut.

@@ -44,6 +44,8 @@ KEYS_OF_EIGHT_WARPS = 32 * 1024, 16 * 1024
 # Keys of all kv heads, head_dim 128 or twice as many of 64. Where every other SM is no longer as fast as all of them,
 # with the promise, and without it; and of more than 16 rows, where loading ahead of the wait stops to pay.
 FEW_KEYS, MOST_KEYS, MEDIUM_KEYS = 20_000, 1 << 18, 40_000
+# Of several sequences, whose trees have more leaves than four warps on every other SM have warps.
+KEYS_OF_TREES = 30_000
 # Up to which four warps load ahead of the wait: where clusters of four fill all SMs, and elsewhere.
 CROWDED_KEYS, SHARED_KEYS = 15_000, 33_000
 # In float32: up to which keys are loaded ahead of the wait, and from which on eight warps are faster.
@@ -201,6 +203,9 @@ def _fastest_of_few_pairs(
     compute_much = call.rows > ROWS // 2 and keys > (2 if batch_invariant else 1) * FEW_KEYS
     if page_size and every_other_sm and compute_much:
         return Choice(EIGHT_WARPS, promised)
+    several_trees = batch_invariant and batch > 1 and promised and not page_size
+    if several_trees and blocks == MOST_BLOCKS and every_other_sm and keys > KEYS_OF_TREES:
+        return Choice(EIGHT_WARPS, ahead=True)
     if keys <= few:
         if blocks < MOST_BLOCKS or not promised:
             return Choice(4, promised, every_other_sm and not promised)

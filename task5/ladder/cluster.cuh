@@ -24,6 +24,7 @@ constexpr int MOST_LEAF_BITS = 9;  // of a tree
 // Which cluster has which pair, where all pairs have as many: the grid says it.
 struct ByGrid {
   static constexpr bool BY_LENGTH = false;
+  static constexpr int SEQUENCES = 1;
   int2 own, now;  // the sequence's lengths, before and after the launch ahead of this one is complete
 
   DEVICE void start(const Decode&) {}
@@ -51,6 +52,7 @@ struct ByGrid {
 template <bool TREE_>
 struct Cluster {
   static constexpr bool SEVERAL_SEGMENTS = false, TREE = TREE_, BY_LENGTH = PLACE::BY_LENGTH;
+  static constexpr int SEQUENCES = PLACE::SEQUENCES;
   static constexpr int TILE_WARPS = 1;  // a tile is of one warp
   static constexpr int LEVELS = MOST_LEAF_BITS - 2;  // of the tree, within one of four warps
   static DEVICE int first_key(int) { return 0; }

@@ -7,7 +7,9 @@
 #include "pipeline.cuh"
 
 struct EqualShares {
-  static constexpr bool SEVERAL_SEGMENTS = true, TREE = false;  // a block's share may be of several pairs
+  static constexpr bool SEVERAL_SEGMENTS = true;  // a block's share may be of several pairs
+  static constexpr bool TREE = false, BY_LENGTH = false;
+  static constexpr int SEQUENCES = 1;
   static constexpr int TILE_WARPS = WARPS;        // a tile is of so many warps, of which each has its own keys
   static DEVICE int first_key(int keys) { return threadIdx.x / 32 * keys; }
   template <int ROWS_, int D_>

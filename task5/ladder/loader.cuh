@@ -66,7 +66,10 @@ struct Shared {
   static constexpr int STAGES = BYTES / STAGE > 2 ? BYTES / STAGE : 2;
   float m[WARPS][Math::ROWS], l[WARPS][Math::ROWS];  // the warps' parts
   alignas(16) typename Sharing::template Buffer<Math::ROWS, Math::D> buffer;
-  alignas(128) T Q[Math::ROWS][Math::D];
+  union {
+    alignas(128) T Q[Math::ROWS][Math::D];
+    int2 lengths[Sharing::SEQUENCES];  // before, by length
+  };
   alignas(128) T KV[STAGES][2][WARPS][Math::KEYS][Math::D];  // in the end the warps' O_i
 
   static constexpr int O_BYTES = WARPS * Math::ROWS * Math::D * sizeof(float);

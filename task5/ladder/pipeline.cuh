@@ -115,6 +115,7 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
   // what has to follow it, only loads and copies do.
   bool early = DEPENDENT && Sharing::can_be_found_early(a);
   if (DEPENDENT && !early) wait_for_the_launch_before();
+  if constexpr (Sharing::BY_LENGTH) share.place.read_lengths(a, mem.lengths);
   while (true) {  // one item; by length, a cluster may take further ones
     int keys_first;
     for (bool again = !early;; again = true) {
@@ -143,11 +144,19 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
       const bool ready = keys_first || (loader.done() && share.any(walk));
       if (PAGED && ready) begin_the_next_launch();  // which has to find its pages before it can load
       loader.find_next_pages(a);
-      if (again || (share.holds(a) && loader.holds())) break;
+      if constexpr (Sharing::BY_LENGTH) {  // whether it holds is for all threads of the block to say
+        queries.store(mem.Q[0]);
+        if (__syncthreads_and(again || (share.holds(a) && loader.holds()))) break;  // Q complete
+        share.place.read_lengths(a, mem.lengths);
+      } else if (again || (share.holds(a) && loader.holds())) {
+        break;
+      }
     }
     if (share.has_nothing(walk)) return;
-    queries.store(mem.Q[0]);
-    __syncthreads();  // Q complete
+    if constexpr (!Sharing::BY_LENGTH) {
+      queries.store(mem.Q[0]);
+      __syncthreads();  // Q complete
+    }
     if (!PAGED && (keys_first || (loader.done() && share.any(walk)))) begin_the_next_launch();
 
     Math math;

@@ -4,11 +4,13 @@ constexpr int WARPS = 4, KV_BYTES = 96 * 1024, MOST_ROWS = 16;
 #include "../../../task5/ladder/by_length.cuh"
 
 __global__ void find_items(Decode a, int items, int* found) {
+  __shared__ int2 lengths[ByLength::SEQUENCES];
   const int clusters = gridDim.y * gridDim.z;
   for (int item = blockIdx.z * gridDim.y + blockIdx.y; item < items; item += clusters) {
     ByLength place;
     place.start(a);
     place.go_on(item);
+    place.read_lengths(a, lengths);
     place.find(a);
     if (place.none()) return;
     if (threadIdx.x > 0) continue;
@@ -19,8 +21,10 @@ __global__ void find_items(Decode a, int items, int* found) {
 
 // Which of all pairs each single block has, or -1.
 __global__ void find_pairs(Decode a, int* pairs) {
+  __shared__ int2 lengths[ByLength::SEQUENCES];
   ByLength place;
   place.start(a);
+  place.read_lengths(a, lengths);
   place.find(a);
   const int pair = place.none() ? -1 : place.b() * int(a.pairs.d) + place.pair();
   if (threadIdx.x == 0) pairs[blockIdx.z * gridDim.y + blockIdx.y] = pair;
@@ -38,12 +42,12 @@ static Decode of(const int* seqlens, int batch, int kv_heads, int kv_len, int at
 extern "C" cudaError_t find(const int* seqlens, int batch, int kv_heads, int kv_len, int sequences, int at_once,
                             int chunks, int items, int* found, cudaStream_t stream) {
   const Decode a = of(seqlens, batch, kv_heads, kv_len, at_once, chunks);
-  find_items<<<dim3(1, kv_heads, sequences), 32, 0, stream>>>(a, items, found);
+  find_items<<<dim3(1, kv_heads, sequences), THREADS, 0, stream>>>(a, items, found);
   return cudaGetLastError();
 }
 extern "C" cudaError_t pairs(const int* seqlens, int batch, int kv_heads, int kv_len, int sequences, int* pairs,
                              cudaStream_t stream) {
   const Decode a = of(seqlens, batch, kv_heads, kv_len, kv_heads * sequences, 0);
-  find_pairs<<<dim3(1, kv_heads, sequences), 32, 0, stream>>>(a, pairs);
+  find_pairs<<<dim3(1, kv_heads, sequences), THREADS, 0, stream>>>(a, pairs);
   return cudaGetLastError();
 }
