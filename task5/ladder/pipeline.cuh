@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
       loader.find_next_pages(a);
       if constexpr (Sharing::BY_LENGTH) {  // whether it holds is for all threads of the block to say
         queries.store(mem.Q[0]);
-        if (__syncthreads_and(again || (share.holds(a) && loader.holds()))) break;  // Q complete
+        if (__syncthreads_and(again || (loader.holds() && share.holds(a)))) break;  // Q complete
         share.place.read_lengths(a, mem.lengths);
       } else if (again || (share.holds(a) && loader.holds())) {
         break;

@@ -11,13 +11,21 @@ from task5.ladder import append_rope, call, decode_attention
 from task5.ladder.cases import RUNGS, Case
 
 
+@pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("new_keys", [None, 0])
 @pytest.mark.parametrize("rung", RUNGS)
-def test_lengths_may_change_just_before(rung, new_keys):
+def test_lengths_may_change_just_before(rung, new_keys, paged):
     """A launch may begin before the one that changes the lengths is complete."""
     case = Case(5, (torch.float16,))
     case.leftpad, case.room = [0] * case.batch, case.k.shape[1]
     k, v = (t.nan_to_num(0.5) for t in (case.k, case.v))
+    own, table = (k, v), None
+    if paged:
+        pages = -(-k.shape[1] // 16)
+        table = torch.arange(case.batch * pages, dtype=torch.int32, device=DEVICE)
+        table = table.view(case.batch, pages)
+        rest = (0, 0, 0, 0, 0, 16 * pages - k.shape[1])
+        own = [torch.nn.functional.pad(t, rest).unflatten(1, (-1, 16)).flatten(0, 1) for t in own]
     lengths = torch.zeros(case.batch, dtype=torch.int32, device=DEVICE)
     want = [
         decode_attention(case.q, k, v, seqlens_k=torch.full_like(lengths, n), rung=1)
@@ -29,9 +37,8 @@ def test_lengths_may_change_just_before(rung, new_keys):
         lengths.fill_(-3)
         for _ in want:
             lengths.add_(3)
-            got.append(
-                decode_attention(case.q, k, v, seqlens_k=lengths, rung=rung, new_keys=new_keys)
-            )
+            options = dict(seqlens_k=lengths, block_table=table, rung=rung, new_keys=new_keys)
+            got.append(decode_attention(case.q, *own, **options))
 
     steps()
     if DEVICE == "cuda":
