@@ -170,6 +170,20 @@ def test_the_rungs_of_many_pairs_batch_invariant(h200):
     assert rungs(1) == rungs(2) == [4] * 5
 
 
+def test_eight_pairs_of_several_sequences_batch_invariant(h200):
+    """They have more leaves than four warps on every other SM have warps: eight warps, on all SMs."""
+
+    def how(kv_len, batch=2, page_size=None, promised=True, **shape):
+        given = dict(batch_invariant=True, batch=batch, page_size=page_size, promised=promised)
+        return fastest(h200(dtype=2, **shape), 8, kv_len, **given)
+
+    on_all_sms, on_half = Choice(EIGHT_WARPS, ahead=True), Choice(4, every_other_sm=True)
+    assert how(4096) == how(12_000, batch=8) == how(4096, rows=16) == on_all_sms
+    assert how(8192, head_dim=64) == on_all_sms and how(4096, head_dim=64) == Choice(4, True, True)
+    assert how(3000) == how(4096, batch=1) == how(4096, page_size=64) == on_half
+    assert how(8192, promised=False) == on_half
+
+
 def test_pairs_of_9_to_16_rows(h200):
     """Several leaves of a warp take four warps longer; and with pages there is more to compute than half of SMs can."""
 
