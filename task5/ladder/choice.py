@@ -24,13 +24,14 @@ from task5.ladder.kernels import (
     MOST_SEQUENCES,
     ONE_TREE,
     ROWS,
+    WARPS,
     Call,
     Choice,
     are_on_most_sms,
     has_large_states,
     power_of_two,
 )
-from task5.ladder.plan import MOST_SPREAD, is_spread
+from task5.ladder.plan import MOST_SPREAD, is_spread, plan, used_leaves
 
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see fastest()
 # Of 17 to 32 rows: K and V from which on one read of them may be faster than two by twice as many blocks. And of more,
@@ -44,10 +45,17 @@ KEYS_OF_EIGHT_WARPS = 32 * 1024, 16 * 1024
 # Keys of all kv heads, head_dim 128 or twice as many of 64. Where every other SM is no longer as fast as all of them,
 # with the promise, and without it; and of more than 16 rows, where loading ahead of the wait stops to pay.
 FEW_KEYS, MOST_KEYS, MEDIUM_KEYS = 20_000, 1 << 18, 40_000
-# Of several sequences, whose trees have more leaves than four warps on every other SM have warps.
-KEYS_OF_TREES = 30_000
-# Up to which four warps load ahead of the wait: where clusters of four fill all SMs, and elsewhere.
-CROWDED_KEYS, SHARED_KEYS = 15_000, 33_000
+# Batch-invariant: from which on eight warps on all SMs are faster than four that have several leaves on every other SM;
+# and of few pairs, whose warps have one each, from which on loading ahead of the wait stops to pay.
+KEYS_OF_LARGE_TREES, KEYS_OF_LEAVES = 30_000, 16_000
+# Up to which four warps load ahead of the wait: where clusters of four fill all SMs, and elsewhere; where one or two
+# blocks of each pair do, contiguous and in pages; and up to which these are faster than eight warps then, in pages.
+CROWDED_KEYS, SHARED_KEYS, KEYS_OF_FEW_BLOCKS, KEYS_IN_PAGES = (
+    15_000,
+    33_000,
+    (39_000, 45_000),
+    75_000,
+)
 # In float32: up to which keys are loaded ahead of the wait, and from which on eight warps are faster.
 FEW_KEYS_OF_FLOAT32, MANY_KEYS_OF_FLOAT32 = 12_500, 70_000
 PAIR_KEYS = 4095  # of one or two pairs: up to so many, four warps take less time than eight
@@ -155,7 +163,7 @@ def _fastest_of_equal_lengths(
     if not call.hopper:
         return Choice(1)
     if call.item_size == 4:
-        return _fastest_of_float32(call, heads, kv_len, batch_invariant, page_size, promised)
+        return _fastest_of_float32(call, heads, kv_len, batch_invariant, page_size, promised, batch)
     if _in_step(call, heads, kv_len, batch_invariant, page_size):
         return Choice(IN_STEP, promised)
     if call.rows > ROWS:
@@ -188,31 +196,45 @@ def _fastest_of_few_pairs(
     """
     pair_keys = kv_len * call.head_dim // 128
     keys, blocks = heads * pair_keys, power_of_two(call.sms // heads)
+    of_a_warp = _leaves_of_a_warp(call, batch, heads // batch, kv_len) if batch_invariant else 1
+    several = of_a_warp > 1
     if is_spread(call, heads, kv_len):
-        if batch_invariant:
-            return Choice(EIGHT_WARPS if keys >= _keys_of_large_trees(call, heads, batch) else 4)
-        fills = heads <= 2 or 20 * heads * min(MOST_SPREAD, blocks) >= 19 * call.sms
-        return Choice(EIGHT_WARPS, promised) if fills else Choice(4)
+        if not batch_invariant:
+            fills = heads <= 2 or 20 * heads * min(MOST_SPREAD, blocks) >= 19 * call.sms
+            return Choice(EIGHT_WARPS, promised) if fills else Choice(4)
+        if several and promised:
+            return Choice(EIGHT_WARPS, ahead=True)
+        return Choice(EIGHT_WARPS if keys >= _keys_of_large_trees(call, heads, batch) else 4)
     if blocks > MOST_BLOCKS:  # SMs are left over
-        most = PAIR_KEYS if heads <= 2 else LONG_CACHE // 2
-        # Batch-invariant there are no more leaves than warps of four in each block.
-        return Choice(4 if batch_invariant or pair_keys <= most else EIGHT_WARPS, promised)
+        if not batch_invariant:
+            most = PAIR_KEYS if heads <= 2 else LONG_CACHE // 2
+            return Choice(4 if pair_keys <= most else EIGHT_WARPS, promised)
+        if several and (promised or heads <= 2):
+            return Choice(EIGHT_WARPS, promised)
+        return Choice(4, promised and keys < KEYS_OF_LEAVES)
     every_other_sm = blocks > 4 and _fill_every_other_sm(call, heads)
     crowded = _is_crowded(call, heads, blocks)
     few = CROWDED_KEYS if crowded else SHARED_KEYS
+    if blocks <= 2 and are_on_most_sms(call, heads, blocks):
+        few = KEYS_OF_FEW_BLOCKS[bool(page_size and not batch_invariant)]
     compute_much = call.rows > ROWS // 2 and keys > (2 if batch_invariant else 1) * FEW_KEYS
     if page_size and every_other_sm and compute_much:
         return Choice(EIGHT_WARPS, promised)
-    several_trees = batch_invariant and batch > 1 and promised and not page_size
-    if several_trees and blocks == MOST_BLOCKS and every_other_sm and keys > KEYS_OF_TREES:
+    leaves = used_leaves(call, 4, heads // batch, kv_len) if batch_invariant else 0
+    many_leaves = leaves > WARPS * (blocks // 2)
+    large = keys > (FEW_KEYS if page_size else KEYS_OF_LARGE_TREES)
+    if promised and many_leaves and large and blocks == MOST_BLOCKS:
+        return Choice(EIGHT_WARPS, ahead=True)
+    if promised and several and page_size and keys <= CROWDED_KEYS:
         return Choice(EIGHT_WARPS, ahead=True)
     if keys <= few:
         if blocks < MOST_BLOCKS or not promised:
             return Choice(4, promised, every_other_sm and not promised)
         if keys <= FEW_KEYS:
-            return Choice(4, ahead=True, every_other_sm=every_other_sm or batch_invariant)
+            on_half = (every_other_sm or batch_invariant) and not many_leaves
+            return Choice(4, ahead=True, every_other_sm=on_half)
         # With pages blocks of clusters of 16 find what they load too late, and leaves may be too few for these.
-        late = every_other_sm and (page_size or batch_invariant)
+        late = every_other_sm and (page_size or (batch_invariant and not many_leaves))
         return Choice(4, every_other_sm=True) if late else Choice(4, ahead=True)
     if blocks == MOST_BLOCKS:
         if every_other_sm:
@@ -221,17 +243,27 @@ def _fastest_of_few_pairs(
             return Choice(4)
         return Choice(EIGHT_WARPS, promised and batch_invariant, not batch_invariant)
     if not are_on_most_sms(call, heads, blocks):
-        if batch_invariant and page_size and has_large_states(call):
+        if several and has_large_states(call):
             return Choice(EIGHT_WARPS, promised)
-        most = (5 if batch_invariant and blocks == 1 else 2.5) * FEW_KEYS
-        if promised and keys < most and not page_size:
+        most = (4 if several else 0 if batch_invariant else 2.5) * FEW_KEYS
+        if promised and ((keys < most and (several or not page_size)) or of_a_warp >= 8):
             return Choice(EIGHT_WARPS, ahead=True)
         return Choice(4, promised and keys > (10 if page_size else 20) * FEW_KEYS)
     if crowded:
         return Choice(EIGHT_WARPS, promised and keys <= SHARED_KEYS)
-    if not promised or (page_size and every_other_sm and keys <= MOST_KEYS):
+    if page_size and promised and every_other_sm and many_leaves:
+        return Choice(4, ahead=True)
+    most = 0 if batch_invariant or blocks > 2 else KEYS_IN_PAGES
+    if not promised or (page_size and keys <= (MOST_KEYS if every_other_sm else most)):
         return Choice(4, every_other_sm=every_other_sm)
     return Choice(EIGHT_WARPS, ahead=True)
+
+
+def _leaves_of_a_warp(call: Call, batch: int, kv_heads: int, kv_len: int) -> int:
+    """Batch-invariant, how many leaves of a sequence that fills its cache rung 4's warps have each, or 0."""
+    pairs = batch * kv_heads * -(-call.rows // call.query(4, "rows_of_a_pair"))
+    warps = plan(call, batch, kv_heads, kv_len, True, 4).blocks // pairs * WARPS
+    return used_leaves(call, 4, kv_heads, kv_len) // warps
 
 
 def _keys_of_large_trees(call: Call, heads: int, batch: int) -> int | float:
@@ -278,6 +310,7 @@ def _fastest_of_float32(
     batch_invariant: bool,
     page_size: int | None,
     promised: bool,
+    batch: int,
 ) -> Choice:
     """The fastest where a warp computes four times as long with a key as in 16 bits.
 
@@ -294,8 +327,12 @@ def _fastest_of_float32(
         return Choice(4 if pairs <= 2 * call.sms or _idle(call, pairs, 2) <= 0.2 else 3)
     pair_keys = kv_len * call.head_dim // 128
     keys, blocks = pairs * pair_keys, power_of_two(call.sms // pairs)
-    compute_much = call.rows > ROWS // 4 and keys > MANY_KEYS_OF_FLOAT32 and blocks > 1
-    if compute_much and not batch_invariant and (pairs > 2 or call.head_dim == 128):
+    compute_much, many_keys = call.rows > ROWS // 4, keys > MANY_KEYS_OF_FLOAT32
+    if batch_invariant:
+        several = _leaves_of_a_warp(call, batch, heads // batch, kv_len) > 1
+        if compute_much and several and keys > FEW_KEYS_OF_FLOAT32:
+            return Choice(EIGHT_WARPS)
+    elif compute_much and many_keys and blocks > 1 and (pairs > 2 or call.head_dim == 128):
         return Choice(EIGHT_WARPS)
     if is_spread(call, pairs, kv_len):
         return Choice(4)
@@ -306,8 +343,8 @@ def _fastest_of_float32(
     if _is_crowded(call, pairs, blocks):
         return Choice(EIGHT_WARPS if keys > 2 * FEW_KEYS else 4)
     on_most_sms = blocks <= 2 and 6 * pairs * blocks >= 5 * call.sms
-    many_keys = keys > MANY_KEYS_OF_FLOAT32 and call.head_dim == 128
-    return Choice(EIGHT_WARPS if many_keys and not on_most_sms else 4)
+    eight = many_keys and call.head_dim == 128 and not on_most_sms
+    return Choice(EIGHT_WARPS if eight else 4)
 
 
 def _fastest_of_many_rows(

@@ -97,7 +97,7 @@ struct Cluster {
     const int warp = ((((apart ? 0 : cluster) << bits) + rank) << WARP_BITS) + threadIdx.x / 32;
     w.end = w.s.tiles;
     if (TREE || a.chunks) {
-      w.step_bits = bits_of_leaves(31 - __clz(a.chunks), 31 - __clz(w.s.tiles), a.leaf_tile_bits);
+      w.step_bits = bits_of_leaves(31 - __clz(a.chunks), 31 - __clz(rounded(w.s.tiles)), a.small_leaf_bits);
       w.leaf = first_leaf(warp, warps, w.step_bits), w.leaf_end = first_leaf(warp + 1, warps, w.step_bits);
       w.tile = w.leaf < w.leaf_end ? reversed(w.leaf, w.step_bits) : w.end;
     } else {  // with pages not where a warp's would be far apart, or more; by selects, as a branch takes 0.1 us
@@ -172,15 +172,17 @@ struct Cluster {
   static bool needs_tree(const Decode& a, int blocks) {
     if (a.chunks == 0) return false;
     const int warps = of_a_whole_pair(a, blocks, a.kv_heads * ceil_div(a.rows, Math::ROWS)) * WARPS;
-    int most = 0, tile_bits = 0;
-    while (2 << most <= a.chunks) ++most;
-    while (2 << tile_bits <= ceil_div(a.kv_len, Math::KEYS)) ++tile_bits;
-    return 1 << bits_of_leaves(most, tile_bits, leaf_tile_bits<Math>()) > warps;
+    return leaves_of(a, ceil_div(a.kv_len, Math::KEYS), Math::SMALL_LEAF_BITS) > warps;
   }
-  // Of a warp.
+  // Of a warp, in a sequence of any length.
   static int64_t most_tiles(const Decode& a, int blocks) {
     const int tiles = ceil_div(a.kv_len, 1 << a.tile_bits), warps = of_a_whole_pair(a, blocks, pairs_of(a)) * WARPS;
-    return max(ceil_div(tiles, warps), a.chunks ? 8 : 1);  // fewer leaves than warps: of eight tiles, or long
+    int most = ceil_div(tiles, warps);
+    for (int longest = 2, some = 0; a.chunks && some < tiles; longest = 2 * longest + 1) {  // of as many leaves
+      some = min(longest, tiles);
+      most = max(most, ceil_div(some, min(warps, leaves_of(a, some, a.small_leaf_bits))));
+    }
+    return most;
   }
   static cudaError_t launch(void (*kernel)(Decode), Decode a, int blocks, int bytes, cudaStream_t stream) {
     const int pairs = pairs_of(a), of_a_pair = of_a_whole_pair(a, blocks, pairs);
@@ -221,11 +223,21 @@ struct Cluster {
   // Blocks of a pair that is not cut.
   static int of_a_whole_pair(const Decode& a, int blocks, int pairs) { return blocks / (pairs * sequences(a, pairs)); }
   static int pairs_of(const Decode& a) { return a.kv_heads * a.row_tiles.d; }
-  // Of the tree of a sequence that 1 << most warps could share: half as many leaves, or a quarter where they are many;
-  // all of them in the longest sequences. A leaf has two tiles, or 1 << leaf_tile_bits where there are many.
-  static __host__ DEVICE int bits_of_leaves(int most, int tile_bits, int leaf_tile_bits) {
-    const int few = min(min(most - 1, max(most - 2, 5)), max(min(tile_bits - 1, 5), tile_bits - leaf_tile_bits));
-    return max(0, min(max(few, min(most, tile_bits - 6)), MOST_LEAF_BITS));
+  // Of the tree of a sequence that 1 << most warps could share, with 1 << tile_bits tiles, rounded: a leaf has two of
+  // them up to 1 << small leaves, and four where these are more. Half as many leaves as warps are enough, or a quarter
+  // where these are many, but for sequences with 16 tiles for each leaf, and all of them for those with 64.
+  static __host__ DEVICE int bits_of_leaves(int most, int tile_bits, int small) {
+    const int few = min(max(min(tile_bits - 1, small), tile_bits - 2), min(most - 1, max(most - 2, 5)));
+    const int many = max(min(tile_bits - 4, most - 1), min(tile_bits - 6, most));
+    return max(0, min(max(few, many), MOST_LEAF_BITS));
+  }
+  // To be taken as a power of two: the next one from three quarters of it on.
+  static __host__ DEVICE int rounded(int tiles) { return tiles + tiles / 3; }
+  static int leaves_of(const Decode& a, int tiles, int small) {
+    int most = 0, tile_bits = 0;
+    while (2 << most <= a.chunks) ++most;
+    while (2 << tile_bits <= rounded(tiles)) ++tile_bits;
+    return 1 << bits_of_leaves(most, tile_bits, small);
   }
   // Of 1 << leaves, where 1 << warps warps share them.
   static DEVICE int first_leaf(int warp, int warps, int leaves) {

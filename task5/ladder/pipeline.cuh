@@ -289,10 +289,6 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
   }
 }
 
-// Where states that wait are not in registers, merging takes longer, so it is done less often.
-template <typename Math>
-constexpr int leaf_tile_bits() { return Math::template STATES_THAT_FIT<true> > 1 ? 2 : 3; }
-
 template <typename Math, typename Sharing, bool PAGED, bool FILLS = false>
 static cudaError_t launch(const Decode& a, int blocks, cudaStream_t stream) {
   constexpr auto kernel = decode_kernel<Math, Sharing, PAGED, FILLS>;
@@ -305,7 +301,7 @@ template <typename Math, typename Sharing>
 static cudaError_t launch(Decode a, int blocks, cudaStream_t stream) {
   while (1 << a.tile_bits < Sharing::TILE_WARPS * Math::KEYS) ++a.tile_bits;
   a.row_tiles = Divisor(ceil_div(a.rows, Math::ROWS)), a.pairs = Divisor(a.kv_heads * a.row_tiles.d);
-  a.leaf_tile_bits = leaf_tile_bits<Math>();
+  a.small_leaf_bits = Math::SMALL_LEAF_BITS;
   if (!a.block_table) return launch<Math, Sharing, false>(a, blocks, stream);
   // Eight warps find a tile's place when the tile before has been asked for. Of so many tiles all that there is room
   // for are asked for ahead: meanwhile the memory has more to deliver.

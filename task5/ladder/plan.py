@@ -70,8 +70,7 @@ def plan(
         warps, most = 2 * WARPS if rung in OF_EIGHT_WARPS else WARPS, call.sms
         if batch_invariant:
             leaves = _leaves(call, rung, kv_heads)
-            tiles = -(-kv_len * warps // call.query(rung, "keys_of_a_tile"))  # of a warp
-            most = max(1, _used(leaves, tiles) // warps)
+            most = max(1, used_leaves(call, rung, kv_heads, kv_len) // warps)
         if rung in SPREAD and is_spread(call, pairs, kv_len):
             return _in_clusters(call, rung, pairs, *_spread(call, pairs, most), leaves)
         if rung == MORE_ROWS:
@@ -194,11 +193,18 @@ def _leaves(call: Call, rung: int, kv_heads: int) -> int:
     return leaves
 
 
-def _used(leaves: int, tiles: int) -> int:
-    """Leaves of a sequence with so many tiles of a warp, or more: as bits_of_leaves() of cluster.cuh."""
-    most, tile_bits = leaves.bit_length() - 1, max(1, tiles).bit_length() - 1
-    few = min(min(most - 1, max(most - 2, 5)), max(min(tile_bits - 1, 5), tile_bits - 2))
-    return 1 << max(0, min(max(few, min(most, tile_bits - 6)), MOST_LEAVES.bit_length() - 1))
+def used_leaves(call: Call, rung: int, kv_heads: int, kv_len: int) -> int:
+    """Batch-invariant, into how many leaves so many keys are cut: as bits_of_leaves() of cluster.cuh says."""
+    warps = 2 * WARPS if rung in OF_EIGHT_WARPS else WARPS
+    tiles = -(-kv_len * warps // call.query(rung, "keys_of_a_tile"))
+    most = _leaves(call, rung, kv_heads).bit_length() - 1
+    tile_bits = (tiles + tiles // 3).bit_length() - 1
+    rows, small = call.query(rung, "rows_of_a_pair"), 6
+    if call.item_size == 2:
+        small = 9 if rows * call.head_dim <= 1024 else 6 if rows == 8 else 5
+    few = min(max(min(tile_bits - 1, small), tile_bits - 2), most - 1, max(most - 2, 5))
+    many = max(min(tile_bits - 4, most - 1), min(tile_bits - 6, most))
+    return 1 << max(0, min(max(few, many), MOST_LEAVES.bit_length() - 1))
 
 
 def _of_a_cluster(
@@ -212,8 +218,9 @@ def _of_a_cluster(
 ) -> int:
     """How many blocks share a pair: a power of two.
 
-    All are there at once: as many as ``room``, or one on each SM; and each has two tiles at least. Rung 5 takes the
-    memory's time with a block on every other SM.
+    All are there at once: as many as ``room``, or one on each SM; and each has two tiles at least. One is enough where
+    half of the SMs hold them all, so that the next launch's find the others idle; those of the largest clusters only if
+    the GPU has room for twice as many. Rung 5 takes the memory's time with a block on every other SM.
     """
     pairs = batch * _pairs(call, rung, kv_heads)
     tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
@@ -221,11 +228,12 @@ def _of_a_cluster(
     if rung in BY_LENGTH and 9 * pairs >= 8 * call.sms and tiles >= 2 * LONG:
         at_once *= 2  # almost each SM has two: a long sequence's last blocks share one with others
     blocks = 1
-    while (
-        2 * blocks <= min(most, tiles // 2)
-        and pairs * 2 * blocks <= at_once
-        and pairs <= call.query(rung, "clusters_at_once", blocks=2 * blocks, tiles=min(tiles, LONG))
-    ):
+    while 2 * blocks <= most and pairs * 2 * blocks <= at_once:
+        fit = call.query(rung, "clusters_at_once", blocks=2 * blocks, tiles=min(tiles, LONG))
+        roomy = 2 * blocks < MOST_BLOCKS or 2 * pairs <= fit
+        few = rung != KEYS_AS_ROWS and 2 * pairs * 2 * blocks <= call.sms and roomy
+        if pairs > fit or 2 * blocks > (tiles if few else tiles // 2):
+            break
         blocks *= 2
     return blocks
 

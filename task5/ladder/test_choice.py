@@ -167,7 +167,38 @@ def test_the_rungs_of_many_pairs_batch_invariant(h200):
     assert rungs(192) == rungs(384, head_dim=64) == [3] * 5
     assert rungs(512, head_dim=64) == rungs(512, 64) == rungs(512, 64, head_dim=64) == [4] * 5
     assert rungs(8, rows=32) == [4, *[EIGHT_WARPS] * 3, 4]
-    assert rungs(1) == rungs(2) == [4] * 5
+    assert rungs(1) == rungs(2) == [4, 4, EIGHT_WARPS, 4, 4]  # more leaves than 16 blocks of four
+    assert rungs(4) == [4] * 5
+
+
+def test_one_or_two_blocks_of_each_pair_on_most_sms(h200):
+    """Four warps, with keys ahead, up to more keys than elsewhere; and in pages without, up to twice as many."""
+
+    def how(heads, kv_len, page_size=None, **options):
+        given = dict(page_size=page_size, promised=True) | options
+        return fastest(h200(dtype=2), heads, kv_len, **given)
+
+    four, eight = Choice(4, ahead=True), Choice(EIGHT_WARPS, ahead=True)
+    assert how(64, 600) == how(128, 300) == how(64, 700, 64) == how(60, 640) == four
+    assert how(64, 640) == how(128, 320) == how(64, 1200, 64) == eight
+    assert how(64, 1100, 64) == how(128, 400, 64) == Choice(4)
+    invariant = dict(batch_invariant=True, batch=8)
+    assert how(64, 600, **invariant) == how(64, 600, 64, **invariant) == four
+    assert how(64, 640, **invariant) == how(64, 640, 64, **invariant) == eight
+
+
+def test_several_leaves_of_a_warp_in_pages(h200):
+    """Eight warps, with keys ahead: while one of a scheduler's merges, the other computes."""
+
+    def how(heads, kv_len, batch, page_size=64, **shape):
+        given = dict(batch_invariant=True, promised=True, page_size=page_size, batch=batch)
+        return fastest(h200(dtype=2, **shape), heads, kv_len, **given)
+
+    eight = Choice(EIGHT_WARPS, ahead=True)
+    assert how(12, 850, 3) == how(8, 1800, 4) == how(24, 3000, 3) == how(96, 500, 12) == eight
+    assert how(96, 1600, 12) == eight and how(24, 5000, 3) == Choice(4)  # eight of a warp, and two
+    assert how(24, 1000, 3) == how(16, 2048, 2) == how(16, 4096, 4) == Choice(4, ahead=True)
+    assert how(8, 4096, 1) == Choice(4, every_other_sm=True)
 
 
 def test_eight_pairs_of_several_sequences_batch_invariant(h200):
@@ -179,8 +210,11 @@ def test_eight_pairs_of_several_sequences_batch_invariant(h200):
 
     on_all_sms, on_half = Choice(EIGHT_WARPS, ahead=True), Choice(4, every_other_sm=True)
     assert how(4096) == how(12_000, batch=8) == how(4096, rows=16) == on_all_sms
-    assert how(8192, head_dim=64) == on_all_sms and how(4096, head_dim=64) == Choice(4, True, True)
-    assert how(3000) == how(4096, batch=1) == how(4096, page_size=64) == on_half
+    assert how(8192, head_dim=64) == on_all_sms and how(4096, head_dim=64) == Choice(4, ahead=True)
+    assert how(1024, head_dim=64) == Choice(4, True, True)
+    assert how(4096, batch=1) == how(4096, batch=1, page_size=64) == on_half
+    assert how(4096, page_size=64) == how(3000, page_size=64) == on_all_sms
+    assert how(3000) == Choice(4, ahead=True)  # more than warps of every other SM, one for each
     assert how(8192, promised=False) == on_half
 
 
@@ -192,20 +226,22 @@ def test_pairs_of_9_to_16_rows(h200):
         return fastest(h200(dtype=2, rows=rows, **shape), heads, kv_len, promised=True, **given)
 
     eight, deep, of_eight_warps = Choice(EIGHT_WARPS), BY_LENGTH[0], BY_LENGTH[2]
-    assert how(8, 65536) == eight == how(8, 20_000, batch=8) and how(8, 60_000) == Choice(4)
-    assert how(2, 262_144) == eight and how(2, 131_072) == Choice(4)
+    ahead = Choice(EIGHT_WARPS, ahead=True)
+    assert how(8, 65536) == eight and how(8, 60_000) == how(2, 40_000) == Choice(4)
+    assert how(8, 20_000, batch=8) == how(2, 131_072) == how(2, 262_144) == ahead
     assert how(8, 65536, rows=8) == how(8, 65536, head_dim=64) == Choice(4)
-    assert how(1, 524_288, rows=8) == how(1, 1 << 20, head_dim=64) == eight
-    assert how(4, 8192).rung == how(1, 8000, rows=1).rung == 4  # no more leaves than its warps
+    assert how(1, 524_288, rows=8) == how(1, 1 << 20, head_dim=64) == ahead
+    assert how(4, 8192).rung == how(1, 3000, rows=1).rung == 4  # no more leaves than its warps
+    assert how(1, 4096, rows=1) == ahead
     assert how(64, 8192, lengths=8).rung == of_eight_warps
     assert how(32, 16384, lengths=8).rung == how(64, 8192, lengths=8, rows=8).rung == deep
 
     def paged(heads, kv_len, **given):
         return how(heads, kv_len, page_size=64, **given)
 
-    ahead, half = Choice(EIGHT_WARPS, ahead=True), Choice(4, every_other_sm=True)
+    half = Choice(4, every_other_sm=True)
     assert paged(16, 4096, invariant=False) == paged(8, 4096, invariant=False) == ahead
-    assert paged(8, 4096) == half and paged(16, 4096) == paged(96, 1024) == ahead
+    assert paged(8, 4096) == half and paged(16, 4096) == paged(96, 1024, batch=12) == ahead
     assert paged(16, 4096, rows=8, invariant=False) == half
     assert paged(8, 2048, invariant=False).rung == 4
 
@@ -416,4 +452,5 @@ def test_float32_of_more_than_four_rows(h200):
     assert rung(8, 32768, 5) == rung(1, 99_999, 16) == rung(32, 4096, 8) == EIGHT_WARPS
     assert rung(8, 65536, 8, head_dim=64) == EIGHT_WARPS
     assert rung(8, 32768, 4) == rung(2, 299_999, 8, head_dim=64) == 4
-    assert rung(8, 32768, 8, batch_invariant=True) == 4
+    assert rung(8, 32768, 8, batch_invariant=True) == EIGHT_WARPS  # more leaves than warps of four
+    assert rung(8, 8192, 8, batch_invariant=True) == 4

@@ -15,7 +15,7 @@ from task5.ladder.kernels import (
     ONE_TREE,
     Choice,
 )
-from task5.ladder.plan import plan
+from task5.ladder.plan import plan, used_leaves
 
 
 def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
@@ -208,6 +208,45 @@ def test_a_launch_leaves_every_other_sm_to_the_next(h200, kv_heads, kv_len, bloc
         invariant = "batch_invariant" in shape
         work = plan(h200(dtype=2), 1, kv_heads, kv_len, invariant, how.rung, how.every_other_sm)
         assert work.blocks == blocks and work.slots == 0
+
+
+@pytest.mark.parametrize(
+    ("pairs", "kv_len", "blocks", "shape"),
+    [
+        (1, 1000, 16, {}),  # a tile each
+        (1, 512, 8, {}),
+        (4, 960, 8, {}),  # of 15 tiles
+        (5, 1024, 8, {}),  # 16 would be on more than half of the SMs
+        (16, 250, 4, {}),
+        (17, 250, 2, {}),  # two tiles each
+        (33, 128, 2, {}),
+        (34, 128, 1, {}),
+        (3, 1024, 16, dict(head_dim=256)),
+        (4, 1024, 8, dict(head_dim=256)),  # no room for two launches' clusters of 16
+        (4, 512, 8, dict(head_dim=256)),
+    ],
+)
+def test_blocks_of_few_tiles(h200, pairs, kv_len, blocks, shape):
+    assert plan(h200(dtype=2, **shape), 1, pairs, kv_len, False, 4).blocks == pairs * blocks
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "shape", "leaves"),
+    [  # of 47, 48, 100, 400, 1000, 3000 and 10,000 tiles of a warp
+        (8, {}, (16, 32, 32, 32, 64, 64, 128)),
+        (4, {}, (16, 32, 64, 64, 64, 128, 128)),
+        (1, {}, (16, 32, 64, 256, 256, 256, 512)),
+        (32, {}, (16, 16, 16, 16, 16, 32, 32)),
+        (2, dict(rows=16), (16, 32, 32, 128, 128, 128, 256)),
+        (1, dict(head_dim=256), (16, 32, 64, 128, 128, 128, 256)),
+    ],
+)
+def test_how_many_leaves(h200, kv_heads, shape, leaves):
+    """Two or four tiles each, as many as a quarter of the warps, or half; and more for long sequences."""
+    tiles = (47, 48, 100, 400, 1000, 3000, 10_000)
+    call = h200(dtype=2, **shape)
+    assert tuple(used_leaves(call, 4, kv_heads, 16 * n) for n in tiles) == leaves
+    assert tuple(used_leaves(call, 3, kv_heads, 16 * n) for n in tiles) == leaves
 
 
 @pytest.mark.parametrize(
