@@ -225,8 +225,8 @@ def _fastest_of_few_pairs(
     large = keys > (FEW_KEYS if page_size else KEYS_OF_LARGE_TREES)
     if promised and many_leaves and large and blocks == MOST_BLOCKS:
         return Choice(EIGHT_WARPS, ahead=True)
-    if promised and several and page_size and keys <= CROWDED_KEYS:
-        return Choice(EIGHT_WARPS, ahead=True)
+    if promised and crowded and leaves > 2 * WARPS:  # blocks of eight warps are on half of the SMs
+        return Choice(EIGHT_WARPS, keys <= SHARED_KEYS)
     if keys <= few:
         if blocks < MOST_BLOCKS or not promised:
             return Choice(4, promised, every_other_sm and not promised)

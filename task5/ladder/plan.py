@@ -25,6 +25,7 @@ from task5.ladder.kernels import (
 )
 
 CLUSTERS = RUNGS[2:]
+OF_FOUR_WARPS = (3, 4)
 # Where a pair's blocks are several clusters in rungs 4 and 6: see is_spread().
 SPREAD = (4, EIGHT_WARPS)
 MOST_SPREAD = 32  # blocks of a pair that are clusters of two, at most
@@ -91,7 +92,10 @@ def plan(
             )
         most = min(most, MOST_BLOCKS)
         sms = call.sms // 2 if every_other_sm else None
-        of_a_cluster, clusters = _of_a_cluster(call, rung, kv_heads, batch, kv_len, most, sms), 1
+        of_a_cluster = _of_a_cluster(
+            call, rung, kv_heads, batch, kv_len, most, sms, batch_invariant
+        )
+        clusters = 1
         long_bytes = LONG_BYTES_COMPUTE_BOUND if call.compute_bound else LONG_BYTES
         if bytes_ >= long_bytes:
             # Clusters leave SMs idle that single blocks use.
@@ -215,12 +219,14 @@ def _of_a_cluster(
     kv_len: int,
     most: int = MOST_BLOCKS,
     room: int | None = None,
+    batch_invariant: bool = False,
 ) -> int:
     """How many blocks share a pair: a power of two.
 
-    All are there at once: as many as ``room``, or one on each SM; and each has two tiles at least. One is enough where
-    half of the SMs hold them all, so that the next launch's find the others idle; those of the largest clusters only if
-    the GPU has room for twice as many. Rung 5 takes the memory's time with a block on every other SM.
+    All are there at once: as many as ``room``, or one on each SM; and each has two tiles at least. Of four warps one is
+    enough where half of the SMs hold them all, so that the next launch's find the others idle; those of the largest
+    clusters only if the GPU has room for twice as many. Batch-invariant it always is: with fewer warps each has several
+    leaves. Rung 5 takes the memory's time with a block on every other SM.
     """
     pairs = batch * _pairs(call, rung, kv_heads)
     tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
@@ -231,8 +237,8 @@ def _of_a_cluster(
     while 2 * blocks <= most and pairs * 2 * blocks <= at_once:
         fit = call.query(rung, "clusters_at_once", blocks=2 * blocks, tiles=min(tiles, LONG))
         roomy = 2 * blocks < MOST_BLOCKS or 2 * pairs <= fit
-        few = rung != KEYS_AS_ROWS and 2 * pairs * 2 * blocks <= call.sms and roomy
-        if pairs > fit or 2 * blocks > (tiles if few else tiles // 2):
+        few = 2 * pairs * 2 * blocks <= call.sms and roomy and rung in OF_FOUR_WARPS
+        if pairs > fit or 2 * blocks > (tiles if few or batch_invariant else tiles // 2):
             break
         blocks *= 2
     return blocks
