@@ -46,7 +46,7 @@ SOURCES = (
     "task4/attention*", "task4/prefill.py", "task4/ladder/*.cu*", "task4/ladder/rungs.py", "task5/attention*",
     "task5/ladder/*.cu*", "task5/ladder/append.py", "task5/ladder/by_length.py",
     "task5/ladder/call.py", "task5/ladder/choice.py", "task5/ladder/chunk.py", "task5/ladder/gpu.py",
-    "task5/ladder/kernels.py", "task5/ladder/plan.py", "task6/generation/*.cu*",
+    "task5/ladder/kernels.py", "task5/ladder/plan.py", "task5/ladder/trees.py", "task6/generation/*.cu*",
     "task6/generation/graph.py", "task6/generation/persistent.py", "task6/generation/product.py",
     "task7/attention.py", "task7/decoder.py",
 )  # fmt: skip

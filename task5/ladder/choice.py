@@ -1,7 +1,5 @@
 """Which rung a call of decode takes: from shapes alone, never from lengths."""
 
-import math
-
 from task5.ladder.by_length import (
     FEW_PAIRS,
     MANY_UNEVEN_BYTES,
@@ -15,23 +13,28 @@ from task5.ladder.chunk import UNEVEN_BYTES as MORE_UNEVEN_BYTES  # of more than
 from task5.ladder.chunk import by_length_pays
 from task5.ladder.kernels import (
     EIGHT_WARPS,
+    FEW_KEYS,
     IN_STEP,
     KEYS_AS_ROWS,
     LONG_BYTES,
     MORE_ROWS,
     MORE_ROWS_BY_LENGTH,
     MOST_BLOCKS,
+    MOST_KEYS,
     MOST_SEQUENCES,
     ONE_TREE,
     ROWS,
-    WARPS,
+    SHARED_KEYS,
     Call,
     Choice,
     are_on_most_sms,
-    has_large_states,
+    fill_every_other_sm,
+    is_crowded,
+    keys_loaded_ahead,
     power_of_two,
 )
-from task5.ladder.plan import MOST_SPREAD, is_spread, plan, used_leaves
+from task5.ladder.plan import MOST_SPREAD, is_spread
+from task5.ladder.trees import fastest_of_trees, leaves_of_a_warp
 
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see fastest()
 # Of 17 to 32 rows: K and V from which on one read of them may be faster than two by twice as many blocks. And of more,
@@ -42,25 +45,14 @@ ONE_READ_BYTES, ROWS_OF_TWO_READS = 35e6, 48
 CHUNK_BYTES, CHUNK_BYTES_IN_PAGES, CHUNK_PAGE, KEYS_OF_PAIRS = 15e6, 25e6, 64, 80_000
 # Keys, counted as those, from which on eight warps are faster than four: of 17 to 32 rows, and of more.
 KEYS_OF_EIGHT_WARPS = 32 * 1024, 16 * 1024
-# Keys of all kv heads, head_dim 128 or twice as many of 64. Where every other SM is no longer as fast as all of them,
-# with the promise, and without it; and of more than 16 rows, where loading ahead of the wait stops to pay.
-FEW_KEYS, MOST_KEYS, MEDIUM_KEYS = 20_000, 1 << 18, 40_000
-# Batch-invariant: from which on eight warps on all SMs are faster than four that have several leaves on every other SM;
-# and of few pairs, whose warps have one each, from which on loading ahead of the wait stops to pay.
-KEYS_OF_LARGE_TREES, KEYS_OF_LEAVES = 30_000, 16_000
-# Up to which four warps load ahead of the wait: where clusters of four fill all SMs, and elsewhere; where one or two
-# blocks of each pair do, contiguous and in pages; and up to which these are faster than eight warps then, in pages.
-CROWDED_KEYS, SHARED_KEYS, KEYS_OF_FEW_BLOCKS, KEYS_IN_PAGES = (
-    15_000,
-    33_000,
-    (39_000, 45_000),
-    75_000,
-)
+# Of more than 16 rows: keys of all kv heads where loading ahead of the wait stops to pay.
+MEDIUM_KEYS = 40_000
+# In pages, of one or two blocks of each pair on most SMs: up to which four warps load ahead of the wait, and up to
+# which they are faster than eight.
+KEYS_IN_PAGES = 45_000, 75_000
 # In float32: up to which keys are loaded ahead of the wait, and from which on eight warps are faster.
 FEW_KEYS_OF_FLOAT32, MANY_KEYS_OF_FLOAT32 = 12_500, 70_000
 PAIR_KEYS = 4095  # of one or two pairs: up to so many, four warps take less time than eight
-# Batch-invariant, of pairs with several clusters: keys, counted as those, from which eight warps are faster.
-KEYS_OF_A_TREE, KEYS_OF_SEVERAL_TREES = 500_000, 80_000
 PAIRS_OF_16_BITS = 12  # up to so many any number of blocks pays where all lengths are equal
 
 
@@ -176,17 +168,13 @@ def _fastest_of_equal_lengths(
     if heads > sms:
         rung = _fastest_of_many_pairs(call, heads, kv_len, batch_invariant, page_size)
         return Choice(rung, promised)
-    return _fastest_of_few_pairs(call, heads, kv_len, batch_invariant, page_size, promised, batch)
+    if batch_invariant:
+        return fastest_of_trees(call, heads, kv_len, page_size, promised, batch)
+    return _fastest_of_few_pairs(call, heads, kv_len, page_size, promised)
 
 
 def _fastest_of_few_pairs(
-    call: Call,
-    heads: int,
-    kv_len: int,
-    batch_invariant: bool,
-    page_size: int | None,
-    promised: bool,
-    batch: int,
+    call: Call, heads: int, kv_len: int, page_size: int | None, promised: bool
 ) -> Choice:
     """The fastest where each pair has an SM, or several: a power of two of them.
 
@@ -196,96 +184,37 @@ def _fastest_of_few_pairs(
     """
     pair_keys = kv_len * call.head_dim // 128
     keys, blocks = heads * pair_keys, power_of_two(call.sms // heads)
-    of_a_warp = _leaves_of_a_warp(call, batch, heads // batch, kv_len) if batch_invariant else 1
-    several = of_a_warp > 1
     if is_spread(call, heads, kv_len):
-        if not batch_invariant:
-            fills = heads <= 2 or 20 * heads * min(MOST_SPREAD, blocks) >= 19 * call.sms
-            return Choice(EIGHT_WARPS, promised) if fills else Choice(4)
-        if several and promised:
-            return Choice(EIGHT_WARPS, ahead=True)
-        return Choice(EIGHT_WARPS if keys >= _keys_of_large_trees(call, heads, batch) else 4)
+        fills = heads <= 2 or 20 * heads * min(MOST_SPREAD, blocks) >= 19 * call.sms
+        return Choice(EIGHT_WARPS, promised) if fills else Choice(4)
     if blocks > MOST_BLOCKS:  # SMs are left over
-        if not batch_invariant:
-            most = PAIR_KEYS if heads <= 2 else LONG_CACHE // 2
-            return Choice(4 if pair_keys <= most else EIGHT_WARPS, promised)
-        if several and (promised or heads <= 2):
-            return Choice(EIGHT_WARPS, promised)
-        return Choice(4, promised and keys < KEYS_OF_LEAVES)
-    every_other_sm = blocks > 4 and _fill_every_other_sm(call, heads)
-    crowded = _is_crowded(call, heads, blocks)
-    few = CROWDED_KEYS if crowded else SHARED_KEYS
-    if blocks <= 2 and are_on_most_sms(call, heads, blocks):
-        few = KEYS_OF_FEW_BLOCKS[bool(page_size and not batch_invariant)]
-    compute_much = call.rows > ROWS // 2 and keys > (2 if batch_invariant else 1) * FEW_KEYS
-    if page_size and every_other_sm and compute_much:
-        return Choice(EIGHT_WARPS, promised)
-    leaves = used_leaves(call, 4, heads // batch, kv_len) if batch_invariant else 0
-    many_leaves = leaves > WARPS * (blocks // 2)
-    large = keys > (FEW_KEYS if page_size else KEYS_OF_LARGE_TREES)
-    if promised and many_leaves and large and blocks == MOST_BLOCKS:
-        return Choice(EIGHT_WARPS, ahead=True)
-    if promised and crowded and leaves > 2 * WARPS:  # blocks of eight warps are on half of the SMs
-        return Choice(EIGHT_WARPS, keys <= SHARED_KEYS)
-    if keys <= few:
+        most = PAIR_KEYS if heads <= 2 else LONG_CACHE // 2
+        return Choice(4 if pair_keys <= most else EIGHT_WARPS, promised)
+    every_other_sm = fill_every_other_sm(call, heads)
+    on_most_sms = are_on_most_sms(call, heads, blocks)
+    if page_size and every_other_sm and call.rows > ROWS // 2 and keys > FEW_KEYS:
+        return Choice(EIGHT_WARPS, promised)  # more to compute than half of the SMs can
+    of_few_blocks = page_size and blocks <= 2 and on_most_sms
+    if keys <= (KEYS_IN_PAGES[0] if of_few_blocks else keys_loaded_ahead(call, heads, blocks)):
         if blocks < MOST_BLOCKS or not promised:
             return Choice(4, promised, every_other_sm and not promised)
-        if keys <= FEW_KEYS:
-            on_half = (every_other_sm or batch_invariant) and not many_leaves
-            return Choice(4, ahead=True, every_other_sm=on_half)
-        # With pages blocks of clusters of 16 find what they load too late, and leaves may be too few for these.
-        late = every_other_sm and (page_size or (batch_invariant and not many_leaves))
-        return Choice(4, every_other_sm=True) if late else Choice(4, ahead=True)
+        # With pages blocks of clusters of 16 find what they load too late.
+        late = every_other_sm and bool(page_size) and keys > FEW_KEYS
+        return Choice(4, not late, every_other_sm and (late or keys <= FEW_KEYS))
     if blocks == MOST_BLOCKS:
         if every_other_sm:
             return Choice(4, every_other_sm=True) if keys <= MOST_KEYS else Choice(EIGHT_WARPS)
-        if page_size:
-            return Choice(4)
-        return Choice(EIGHT_WARPS, promised and batch_invariant, not batch_invariant)
-    if not are_on_most_sms(call, heads, blocks):
-        if several and has_large_states(call):
-            return Choice(EIGHT_WARPS, promised)
-        most = (4 if several else 0 if batch_invariant else 2.5) * FEW_KEYS
-        if promised and ((keys < most and (several or not page_size)) or of_a_warp >= 8):
+        return Choice(4) if page_size else Choice(EIGHT_WARPS, every_other_sm=True)
+    if not on_most_sms:
+        if promised and keys < 2.5 * FEW_KEYS and not page_size:
             return Choice(EIGHT_WARPS, ahead=True)
         return Choice(4, promised and keys > (10 if page_size else 20) * FEW_KEYS)
-    if crowded:
+    if is_crowded(call, heads, blocks):
         return Choice(EIGHT_WARPS, promised and keys <= SHARED_KEYS)
-    if page_size and promised and every_other_sm and many_leaves:
-        return Choice(4, ahead=True)
-    most = 0 if batch_invariant or blocks > 2 else KEYS_IN_PAGES
-    if not promised or (page_size and keys <= (MOST_KEYS if every_other_sm else most)):
+    most = MOST_KEYS if every_other_sm else KEYS_IN_PAGES[1] if blocks <= 2 else 0
+    if not promised or (page_size and keys <= most):
         return Choice(4, every_other_sm=every_other_sm)
     return Choice(EIGHT_WARPS, ahead=True)
-
-
-def _leaves_of_a_warp(call: Call, batch: int, kv_heads: int, kv_len: int) -> int:
-    """Batch-invariant, how many leaves of a sequence that fills its cache rung 4's warps have each, or 0."""
-    pairs = batch * kv_heads * -(-call.rows // call.query(4, "rows_of_a_pair"))
-    warps = plan(call, batch, kv_heads, kv_len, True, 4).blocks // pairs * WARPS
-    return used_leaves(call, 4, kv_heads, kv_len) // warps
-
-
-def _keys_of_large_trees(call: Call, heads: int, batch: int) -> int | float:
-    """Of pairs with several clusters, from which keys on rung 4's warps have several leaves, which takes them longer.
-
-    Where states are large, or of one or two pairs. Several sequences have more leaves than one that has as many kv
-    heads.
-    """
-    if has_large_states(call):
-        return KEYS_OF_SEVERAL_TREES if batch > 1 else KEYS_OF_A_TREE
-    return KEYS_OF_A_TREE if heads <= 2 else math.inf
-
-
-def _is_crowded(call: Call, heads: int, blocks: int) -> bool:
-    """Whether clusters of four are on almost all SMs: the next launch's find no four free ones ahead."""
-    return blocks == 4 and 20 * heads * blocks >= 19 * call.sms
-
-
-def _fill_every_other_sm(call: Call, heads: int) -> bool:
-    """Whether a power of two of blocks for each pair is almost one on every other SM."""
-    blocks = heads * min(MOST_BLOCKS, power_of_two(call.sms // 2 // heads))
-    return 10 * blocks >= 9 * (call.sms // 2)
 
 
 def _in_step(
@@ -329,7 +258,7 @@ def _fastest_of_float32(
     keys, blocks = pairs * pair_keys, power_of_two(call.sms // pairs)
     compute_much, many_keys = call.rows > ROWS // 4, keys > MANY_KEYS_OF_FLOAT32
     if batch_invariant:
-        several = _leaves_of_a_warp(call, batch, heads // batch, kv_len) > 1
+        several = leaves_of_a_warp(call, batch, heads // batch, kv_len) > 1
         if compute_much and several and keys > FEW_KEYS_OF_FLOAT32:
             return Choice(EIGHT_WARPS)
     elif compute_much and many_keys and blocks > 1 and (pairs > 2 or call.head_dim == 128):
@@ -340,7 +269,7 @@ def _fastest_of_float32(
         return Choice(EIGHT_WARPS)
     if keys <= FEW_KEYS_OF_FLOAT32:
         return Choice(4, promised)
-    if _is_crowded(call, pairs, blocks):
+    if is_crowded(call, pairs, blocks):
         return Choice(EIGHT_WARPS if keys > 2 * FEW_KEYS else 4)
     on_most_sms = blocks <= 2 and 6 * pairs * blocks >= 5 * call.sms
     eight = many_keys and call.head_dim == 128 and not on_most_sms

@@ -34,6 +34,12 @@ ROWS = 16  # of q in a pair of rungs 3, 4 and 6 to 10, at most; in 16 bits
 LONG = 32  # tiles of a block that fill all of its stages
 MOST_BLOCKS = 16  # of a cluster; of a pair, where its blocks are no cluster
 MOST_SEQUENCES = 128  # whose lengths a warp of rungs 8 to 10 and 12 holds
+# Keys of all kv heads, head_dim 128 or twice as many of 64. Where every other SM is no longer as fast as all of them,
+# with the promise, and without it.
+FEW_KEYS, MOST_KEYS = 20_000, 1 << 18
+# Up to which four warps load ahead of the wait: where clusters of four fill all SMs, elsewhere, and where one or two
+# blocks of each pair are on most SMs.
+CROWDED_KEYS, SHARED_KEYS, KEYS_OF_FEW_BLOCKS = 15_000, 33_000, 39_000
 LONG_BYTES = 400e6  # of K and V, from which blocks without clusters are faster, if memory decides
 
 
@@ -102,6 +108,27 @@ def power_of_two(n: int) -> int:
 def are_on_most_sms(call: Call, pairs: int, blocks: int) -> bool:
     """Whether so many blocks of each pair are one on almost each SM."""
     return 9 * pairs * blocks >= (8 if blocks <= 2 else 7) * call.sms
+
+
+def is_crowded(call: Call, pairs: int, blocks: int) -> bool:
+    """Whether clusters of four are on almost all SMs: the next launch's find no four free ones ahead."""
+    return blocks == 4 and 20 * pairs * blocks >= 19 * call.sms
+
+
+def fill_every_other_sm(call: Call, pairs: int) -> bool:
+    """Whether a power of two of blocks for each pair, of more than four, is almost one on every other SM."""
+    of_half = power_of_two(call.sms // 2 // pairs)
+    enough = 10 * pairs * min(MOST_BLOCKS, of_half) >= 9 * (call.sms // 2)
+    return enough and power_of_two(call.sms // pairs) > 4
+
+
+def keys_loaded_ahead(call: Call, pairs: int, blocks: int) -> int:
+    """Up to how many keys of all pairs four warps load them ahead of the wait."""
+    if is_crowded(call, pairs, blocks):
+        return CROWDED_KEYS
+    return (
+        KEYS_OF_FEW_BLOCKS if blocks <= 2 and are_on_most_sms(call, pairs, blocks) else SHARED_KEYS
+    )
 
 
 def has_large_states(call: Call) -> bool:

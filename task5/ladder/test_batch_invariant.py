@@ -7,7 +7,7 @@ import torch
 
 from common.check.rng import new_seed
 from common.tests.devices import DEVICE, of_gpus_hopper
-from task5.ladder import by_length, call, choice, chunk, decode_attention, plan
+from task5.ladder import by_length, call, choice, chunk, decode_attention, kernels, plan, trees
 from task5.ladder.cases import CASES, RUNGS, Case, case_for
 from task5.ladder.kernels import OF_EIGHT_WARPS, ONE_TREE
 
@@ -35,10 +35,12 @@ def small_hopper(monkeypatch):
     few |= dict(MANY_UNEVEN_BYTES=3e5, FEW_UNEVEN_BYTES=1e5, UNEVEN_BYTES_COMPUTE_BOUND=2e5)
     few |= dict(SOME_UNEVEN_BYTES=15e4, UNEVEN_BYTES_OF_WAVES=12e4, SOME_PAIRS=2)
     few |= dict(SPREAD_PAIR_KEYS=120)
-    few |= dict(KEYS_OF_A_TREE=500, KEYS_OF_SEVERAL_TREES=300)
+    few |= dict(KEYS_OF_A_TREE=500, KEYS_OF_SEVERAL_TREES=300, KEYS_OF_LARGE_TREES=100)
+    few |= dict(KEYS_OF_LEAVES=80, KEYS_OF_SEVERAL_LEAVES=300, KEYS_IN_PAGES=(120, 240))
+    few |= dict(CROWDED_KEYS=80, SHARED_KEYS=100, KEYS_OF_FEW_BLOCKS=120)
     for name in ("SPREAD_KEYS", "SPREAD_KEYS_OF_TWO_TILES", "SPREAD_KEYS_OF_FLOAT32"):
         few[name] = dict.fromkeys((1, 2, 4, 8, 16, 32), 200)
-    for module in (by_length, choice, chunk, plan):
+    for module in (by_length, choice, chunk, kernels, plan, trees):
         for name in few.keys() & vars(module).keys():
             monkeypatch.setattr(module, name, few[name])
     plan.plan.cache_clear()

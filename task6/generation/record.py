@@ -27,6 +27,7 @@ SOURCES = (
     "task5/ladder/choice.py",
     "task5/ladder/kernels.py",
     "task5/ladder/plan.py",
+    "task5/ladder/trees.py",
     "task5/ladder/chunk.py",
     "task5/ladder/gpu.py",
 )
