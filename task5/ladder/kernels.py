@@ -126,9 +126,8 @@ def keys_loaded_ahead(call: Call, pairs: int, blocks: int) -> int:
     """Up to how many keys of all pairs four warps load them ahead of the wait."""
     if is_crowded(call, pairs, blocks):
         return CROWDED_KEYS
-    return (
-        KEYS_OF_FEW_BLOCKS if blocks <= 2 and are_on_most_sms(call, pairs, blocks) else SHARED_KEYS
-    )
+    few = blocks <= 2 and are_on_most_sms(call, pairs, blocks)
+    return KEYS_OF_FEW_BLOCKS if few else SHARED_KEYS
 
 
 def has_large_states(call: Call) -> bool:
