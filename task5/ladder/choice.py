@@ -50,6 +50,8 @@ MEDIUM_KEYS = 40_000
 # In pages, of one or two blocks of each pair on most SMs: up to which four warps load ahead of the wait, and up to
 # which they are faster than eight.
 KEYS_IN_PAGES = 45_000, 75_000
+# Contiguous, where blocks are on some SMs alone: between which four warps are the fastest without keys ahead.
+KEYS_ON_SOME_SMS = 27_000, 43_000
 # In float32: up to which keys are loaded ahead of the wait, and from which on eight warps are faster.
 FEW_KEYS_OF_FLOAT32, MANY_KEYS_OF_FLOAT32 = 12_500, 70_000
 PAIR_KEYS = 4095  # of one or two pairs: up to so many, four warps take less time than eight
@@ -194,6 +196,9 @@ def _fastest_of_few_pairs(
     on_most_sms = are_on_most_sms(call, heads, blocks)
     if page_size and every_other_sm and call.rows > ROWS // 2 and keys > FEW_KEYS:
         return Choice(EIGHT_WARPS, promised)  # more to compute than half of the SMs can
+    some = not (page_size or on_most_sms or blocks == MOST_BLOCKS)
+    if some and KEYS_ON_SOME_SMS[0] < keys <= KEYS_ON_SOME_SMS[1]:
+        return Choice(4)
     of_few_blocks = page_size and blocks <= 2 and on_most_sms
     if keys <= (KEYS_IN_PAGES[0] if of_few_blocks else keys_loaded_ahead(call, heads, blocks)):
         if blocks < MOST_BLOCKS or not promised:

@@ -36,7 +36,12 @@ def small_hopper(monkeypatch):
     few |= dict(SOME_UNEVEN_BYTES=15e4, UNEVEN_BYTES_OF_WAVES=12e4, SOME_PAIRS=2)
     few |= dict(SPREAD_PAIR_KEYS=120)
     few |= dict(KEYS_OF_A_TREE=500, KEYS_OF_SEVERAL_TREES=300, KEYS_OF_LARGE_TREES=100)
-    few |= dict(KEYS_OF_LEAVES=80, KEYS_OF_SEVERAL_LEAVES=300, KEYS_IN_PAGES=(120, 240))
+    few |= dict(
+        KEYS_OF_LEAVES=80,
+        KEYS_OF_SEVERAL_LEAVES=300,
+        KEYS_IN_PAGES=(120, 240),
+        KEYS_ON_SOME_SMS=(60, 90),
+    )
     few |= dict(CROWDED_KEYS=80, SHARED_KEYS=100, KEYS_OF_FEW_BLOCKS=120)
     for name in ("SPREAD_KEYS", "SPREAD_KEYS_OF_TWO_TILES", "SPREAD_KEYS_OF_FLOAT32"):
         few[name] = dict.fromkeys((1, 2, 4, 8, 16, 32), 200)

@@ -187,6 +187,19 @@ def test_one_or_two_blocks_of_each_pair_on_most_sms(h200):
     assert how(64, 640, **invariant) == how(64, 640, 64, **invariant) == eight
 
 
+def test_blocks_on_some_sms(h200):
+    """Four warps, with keys ahead, then without, then eight with keys ahead; in pages keys ahead end later."""
+
+    def how(heads, kv_len, page_size=None):
+        return fastest(h200(dtype=2), heads, kv_len, page_size=page_size, promised=True)
+
+    four, eight = Choice(4, ahead=True), Choice(EIGHT_WARPS, ahead=True)
+    for heads in (12, 24, 40, 48, 96):
+        choices = [how(heads, keys // heads) for keys in (26_000, 30_000, 42_000, 45_000, 60_000)]
+        assert choices == [four, Choice(4), Choice(4), eight, Choice(4)]
+        assert how(heads, 30_000 // heads, 64) == four
+
+
 def test_several_leaves_of_a_warp_in_pages(h200):
     """Eight warps, with keys ahead: while one of a scheduler's merges, the other computes."""
 
