@@ -34,7 +34,7 @@ from task5.ladder.kernels import (
     power_of_two,
 )
 from task5.ladder.plan import MOST_SPREAD, is_spread
-from task5.ladder.trees import fastest_of_trees, leaves_of_a_warp
+from task5.ladder.trees import fastest_of_trees, leaves_and_warps
 
 SHORT_CACHE, LONG_CACHE = 1024, 8192  # keys: where another rung is the fastest, see fastest()
 # Of 17 to 32 rows: K and V from which on one read of them may be faster than two by twice as many blocks. And of more,
@@ -262,11 +262,12 @@ def _fastest_of_float32(
     pair_keys = kv_len * call.head_dim // 128
     keys, blocks = pairs * pair_keys, power_of_two(call.sms // pairs)
     compute_much, many_keys = call.rows > ROWS // 4, keys > MANY_KEYS_OF_FLOAT32
-    if batch_invariant:
-        several = leaves_of_a_warp(call, batch, heads // batch, kv_len) > 1
-        if compute_much and several and keys > FEW_KEYS_OF_FLOAT32:
+    if compute_much and batch_invariant and keys > FEW_KEYS_OF_FLOAT32:
+        leaves, warps = leaves_and_warps(call, pairs, kv_len, batch, heads // batch)
+        if leaves > warps:
             return Choice(EIGHT_WARPS)
-    elif compute_much and many_keys and blocks > 1 and (pairs > 2 or call.head_dim == 128):
+    enough = many_keys and blocks > 1 and (pairs > 2 or call.head_dim == 128)
+    if compute_much and enough and not batch_invariant:
         return Choice(EIGHT_WARPS)
     if is_spread(call, pairs, kv_len):
         return Choice(4)

@@ -232,9 +232,8 @@ def test_blocks_of_few_tiles(h200, pairs, kv_len, blocks, shape):
 
 def test_batch_invariant_warps_have_a_leaf_each_rather_than_two_tiles(h200):
     call = h200(dtype=2, head_dim=64)
-    assert (
-        plan(call, 1, 12, 768, False, 4).blocks == 12 * 4
-    )  # eight would be on more than half of the SMs
+    # Eight blocks of each pair would be on more than half of the SMs.
+    assert plan(call, 1, 12, 768, False, 4).blocks == 12 * 4
     assert plan(call, 1, 12, 768, True, 4).blocks == 12 * 8
     assert used_leaves(call, 4, 12, 768) == 8 * 4
 

@@ -29,11 +29,12 @@ KEYS_OF_LARGE_TREES, KEYS_OF_LEAVES, KEYS_OF_SEVERAL_LEAVES = 30_000, 16_000, 80
 KEYS_OF_A_TREE, KEYS_OF_SEVERAL_TREES = 500_000, 80_000
 
 
-def leaves_of_a_warp(call: Call, batch: int, kv_heads: int, kv_len: int) -> int:
-    """How many leaves of a sequence that fills its cache rung 4's warps have each, or 0."""
-    pairs = batch * kv_heads * -(-call.rows // call.query(4, "rows_of_a_pair"))
-    warps = plan(call, batch, kv_heads, kv_len, True, 4).blocks // pairs * WARPS
-    return used_leaves(call, 4, kv_heads, kv_len) // warps
+def leaves_and_warps(
+    call: Call, pairs: int, kv_len: int, batch: int, kv_heads: int
+) -> tuple[int, int]:
+    """Leaves of a sequence that fills its cache, and how many warps rung 4 has for a pair of it."""
+    work = plan(call, batch, kv_heads, kv_len, True, 4)
+    return used_leaves(call, 4, kv_heads, kv_len), work.blocks // pairs * WARPS
 
 
 def fastest_of_trees(
@@ -45,9 +46,8 @@ def fastest_of_trees(
     one of a scheduler's merges the other computes. But their blocks are alone on an SM.
     """
     keys, blocks = pairs * (kv_len * call.head_dim // 128), power_of_two(call.sms // pairs)
-    leaves = used_leaves(call, 4, pairs // batch, kv_len)
-    of_a_warp = leaves_of_a_warp(call, batch, pairs // batch, kv_len)
-    several = of_a_warp > 1
+    leaves, warps = leaves_and_warps(call, pairs, kv_len, batch, pairs // batch)
+    several = leaves > warps
     if is_spread(call, pairs, kv_len):
         if several and promised:
             return Choice(EIGHT_WARPS, ahead=True)
@@ -78,7 +78,7 @@ def fastest_of_trees(
     if not are_on_most_sms(call, pairs, blocks):
         if several and has_large_states(call):
             return Choice(EIGHT_WARPS, promised)
-        if promised and ((several and keys < KEYS_OF_SEVERAL_LEAVES) or of_a_warp >= 8):
+        if promised and ((several and keys < KEYS_OF_SEVERAL_LEAVES) or leaves >= 8 * warps):
             return Choice(EIGHT_WARPS, ahead=True)
         return Choice(4, promised and keys > (10 if page_size else 20) * FEW_KEYS)
     if is_crowded(call, pairs, blocks):
