@@ -97,7 +97,7 @@ struct Cluster {
     const int warp = ((((apart ? 0 : cluster) << bits) + rank) << WARP_BITS) + threadIdx.x / 32;
     w.end = w.s.tiles;
     if (TREE || a.chunks) {
-      w.step_bits = bits_of_leaves(31 - __clz(a.chunks), 31 - __clz(rounded(w.s.tiles)), a.small_leaf_bits);
+      w.step_bits = bits_of_leaves(a, 31 - __clz(a.chunks), 31 - __clz(rounded(w.s.tiles)));
       w.leaf = first_leaf(warp, warps, w.step_bits), w.leaf_end = first_leaf(warp + 1, warps, w.step_bits);
       w.tile = w.leaf < w.leaf_end ? reversed(w.leaf, w.step_bits) : w.end;
     } else {  // with pages not where a warp's would be far apart, or more; by selects, as a branch takes 0.1 us
@@ -167,12 +167,22 @@ struct Cluster {
         [&](int quad, const Part& p) { write<T, ROWS, D>(a, w, quad, p); });
   }
 
+  // How long leaves are. Blocks of head_dim 256 are alone on an SM, so half of the warps that are counted share a pair.
+  template <typename Math>
+  static void cut(Decode& a) {
+    constexpr bool alone = Math::D == 256 && sizeof(typename Math::T) == 2;
+    a.one_tile_bits = Math::ONE_TILE_BITS;
+    a.two_tile_bits = alone ? min(Math::TWO_TILE_BITS, log2(a.chunks) - 3) : Math::TWO_TILE_BITS;
+  }
+  static int leaves_of(const Decode& a, int tiles) {
+    return 1 << bits_of_leaves(a, log2(a.chunks), log2(rounded(tiles)));
+  }
   // Whether a sequence that fills its cache has more leaves than warps.
   template <typename Math>
   static bool needs_tree(const Decode& a, int blocks) {
     if (a.chunks == 0) return false;
     const int warps = of_a_whole_pair(a, blocks, a.kv_heads * ceil_div(a.rows, Math::ROWS)) * WARPS;
-    return leaves_of(a, ceil_div(a.kv_len, Math::KEYS), Math::SMALL_LEAF_BITS) > warps;
+    return leaves_of(a, ceil_div(a.kv_len, Math::KEYS)) > warps;
   }
   // Of a warp, in a sequence of any length.
   static int64_t most_tiles(const Decode& a, int blocks) {
@@ -180,7 +190,7 @@ struct Cluster {
     int most = ceil_div(tiles, warps);
     for (int longest = 2, some = 0; a.chunks && some < tiles; longest = 2 * longest + 1) {  // of as many leaves
       some = min(longest, tiles);
-      most = max(most, ceil_div(some, min(warps, leaves_of(a, some, a.small_leaf_bits))));
+      most = max(most, ceil_div(some, min(warps, leaves_of(a, some))));
     }
     return most;
   }
@@ -223,21 +233,21 @@ struct Cluster {
   // Blocks of a pair that is not cut.
   static int of_a_whole_pair(const Decode& a, int blocks, int pairs) { return blocks / (pairs * sequences(a, pairs)); }
   static int pairs_of(const Decode& a) { return a.kv_heads * a.row_tiles.d; }
-  // Of the tree of a sequence that 1 << most warps could share, with 1 << tile_bits tiles, rounded: a leaf has two of
-  // them up to 1 << small leaves, and four where these are more. Half as many leaves as warps are enough, or a quarter
-  // where these are many, but for sequences with 16 tiles for each leaf, and all of them for those with 64.
-  static __host__ DEVICE int bits_of_leaves(int most, int tile_bits, int small) {
-    const int few = min(max(min(tile_bits - 1, small), tile_bits - 2), min(most - 1, max(most - 2, 5)));
+  // Of the tree of a sequence that 1 << most warps could share, with 1 << tile_bits tiles, rounded: a leaf has one of
+  // them or two where leaves are few, and four where these are more. Half as many leaves as warps are enough, or a
+  // quarter where these are many, but for sequences with 16 tiles for each leaf, and all of them for those with 64.
+  static __host__ DEVICE int bits_of_leaves(const Decode& a, int most, int tile_bits) {
+    const int small = max(min(tile_bits, a.one_tile_bits), min(tile_bits - 1, a.two_tile_bits));
+    const int few = min(max(small, tile_bits - 2), min(most - 1, max(most - 2, 5)));
     const int many = max(min(tile_bits - 4, most - 1), min(tile_bits - 6, most));
     return max(0, min(max(few, many), MOST_LEAF_BITS));
   }
   // To be taken as a power of two: the next one from three quarters of it on.
   static __host__ DEVICE int rounded(int tiles) { return tiles + tiles / 3; }
-  static int leaves_of(const Decode& a, int tiles, int small) {
-    int most = 0, tile_bits = 0;
-    while (2 << most <= a.chunks) ++most;
-    while (2 << tile_bits <= rounded(tiles)) ++tile_bits;
-    return 1 << bits_of_leaves(most, tile_bits, small);
+  static int log2(int n) {
+    int bits = 0;
+    while (2 << bits <= n) ++bits;
+    return bits;
   }
   // Of 1 << leaves, where 1 << warps warps share them.
   static DEVICE int first_leaf(int warp, int warps, int leaves) {
@@ -256,7 +266,8 @@ static int clusters_at_once(int blocks, int tiles) {
 }
 
 template <typename Math>
-static cudaError_t launch_clusters(const Decode& a, int blocks, cudaStream_t stream) {
+static cudaError_t launch_clusters(Decode a, int blocks, cudaStream_t stream) {
+  Cluster<true>::cut<Math>(a);
   const bool tree = Cluster<true>::needs_tree<Math>(a, blocks);
   return tree ? launch<Math, Cluster<true>>(a, blocks, stream) : launch<Math, Cluster<false>>(a, blocks, stream);
 }

@@ -55,7 +55,7 @@ struct Decode {
   // 0, or in a batch-invariant call into how many chunks the keys of a pair are cut at most, in any batch (rungs 1 and
   // 2); or how many warps could share those of a sequence (3, 4, 6 to 10). Rung 5 finds that number itself.
   int chunks;
-  int small_leaf_bits = 0;  // up to 1 << small_leaf_bits leaves of a pair have two tiles
+  int one_tile_bits = 0, two_tile_bits = 0;  // up to 1 << so many leaves of a pair have one tile, or two
   // In rungs with clusters: 1 << block_bits blocks of one; 1 << cluster_bits of a pair, if its length does not say it.
   int block_bits = 0, cluster_bits = 0;
   int clusters_at_once = 0;  // on the GPU, in rungs 8 to 10

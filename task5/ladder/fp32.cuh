@@ -45,7 +45,7 @@ struct Fp32 : RowsOfQuads<ROWS_, HEAD_DIM <= 128 ? 1 : HEAD_DIM / 128> {
   static constexpr bool BY_TILES = ROWS * QUADS <= 8;
   template <bool PAGED>
   static constexpr int STATES_THAT_FIT = ROWS * QUADS <= 4 ? 2 : 0;  // in registers, beside this one
-  static constexpr int SMALL_LEAF_BITS = 6;  // up to 1 << so many leaves have two tiles
+  static constexpr int ONE_TILE_BITS = 4, TWO_TILE_BITS = 6;  // up to 1 << so many leaves have one tile, or two
   using State = RowsOfQuads<ROWS, QUADS>;
   using State::O_i, State::m_i, State::l_i;
   float S[ROWS];        // of key lane / LANES

@@ -45,6 +45,8 @@ DEVICE void compute_here(const X*& pointer) {
   asm volatile("" : "+l"(pointer));
 }
 DEVICE void compute_here(int& x) { asm volatile("" : "+r"(x)); }
+// Has the condition that this is under be a branch.
+DEVICE void by_a_branch() { asm volatile(""); }
 #else
 using SharedAddress = uintptr_t;
 DEVICE SharedAddress shared_address_of_lane(void* place) { return reinterpret_cast<SharedAddress>(place); }
@@ -55,6 +57,7 @@ DEVICE int first_stage() { return 0; }
 DEVICE uint64_t policy_once() { return 0; }
 template <typename X>
 DEVICE void compute_here(X&) {}
+DEVICE void by_a_branch() {}
 #endif
 
 template <typename Math, typename Sharing>

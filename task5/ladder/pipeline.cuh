@@ -230,7 +230,10 @@ __global__ void __launch_bounds__(THREADS, fewest_on_an_sm<Math, Sharing>()) dec
 #pragma unroll
           for (int level = 0; level < FIT; ++level) {
             const int half = 1 << level, of_subtree = i & (2 * half - 1);
-            if (of_subtree == half - 1) in_registers[level] = math;
+            if (of_subtree == half - 1 && i < leaves - 1) {
+              by_a_branch();  // not a select of each number, taken or not
+              in_registers[level] = math;
+            }
             if (of_subtree == 2 * half - 1) math.merge_into(in_registers[level]);
           }
           int level = FIT;
@@ -301,7 +304,6 @@ template <typename Math, typename Sharing>
 static cudaError_t launch(Decode a, int blocks, cudaStream_t stream) {
   while (1 << a.tile_bits < Sharing::TILE_WARPS * Math::KEYS) ++a.tile_bits;
   a.row_tiles = Divisor(ceil_div(a.rows, Math::ROWS)), a.pairs = Divisor(a.kv_heads * a.row_tiles.d);
-  a.small_leaf_bits = Math::SMALL_LEAF_BITS;
   if (!a.block_table) return launch<Math, Sharing, false>(a, blocks, stream);
   // Eight warps find a tile's place when the tile before has been asked for. Of so many tiles all that there is room
   // for are asked for ahead: meanwhile the memory has more to deliver.

@@ -191,22 +191,25 @@ def _leaves(call: Call, rung: int, kv_heads: int) -> int:
     blocks = power_of_two(call.sms // pairs)
     if blocks >= MOST_BLOCKS and 8 * pairs * blocks < 7 * call.sms:
         blocks *= 2
-    leaves = (WARPS if call.head_dim == 256 else 2 * WARPS) * blocks
+    leaves = (WARPS if call.head_dim == 256 and call.item_size == 4 else 2 * WARPS) * blocks
     if leaves >= 2 * WARPS * MOST_BLOCKS and (call.item_size == 4 or call.rows > ROWS):
         return 2 * leaves
     return leaves
 
 
 def used_leaves(call: Call, rung: int, kv_heads: int, kv_len: int) -> int:
-    """Batch-invariant, into how many leaves so many keys are cut: as bits_of_leaves() of cluster.cuh says."""
+    """Batch-invariant, into how many leaves so many keys are cut: as bits_of_leaves() and cut() of cluster.cuh say."""
     warps = 2 * WARPS if rung in OF_EIGHT_WARPS else WARPS
     tiles = -(-kv_len * warps // call.query(rung, "keys_of_a_tile"))
     most = _leaves(call, rung, kv_heads).bit_length() - 1
     tile_bits = (tiles + tiles // 3).bit_length() - 1
-    rows, small = call.query(rung, "rows_of_a_pair"), 6
+    rows, one_tile, two_tiles = call.query(rung, "rows_of_a_pair"), 4, 6
     if call.item_size == 2:
-        small = 9 if rows * call.head_dim <= 1024 else 6 if rows == 8 else 5
-    few = min(max(min(tile_bits - 1, small), tile_bits - 2), most - 1, max(most - 2, 5))
+        one_tile, two_tiles = 3, 9 if rows * call.head_dim <= 1024 else 7 if rows == 8 else 5
+        if call.head_dim == 256:
+            two_tiles = min(two_tiles, most - 3)
+    small = max(min(tile_bits, one_tile), min(tile_bits - 1, two_tiles))
+    few = min(max(small, tile_bits - 2), most - 1, max(most - 2, 5))
     many = max(min(tile_bits - 4, most - 1), min(tile_bits - 6, most))
     return 1 << max(0, min(max(few, many), MOST_LEAVES.bit_length() - 1))
 
@@ -225,8 +228,8 @@ def _of_a_cluster(
 
     All are there at once: as many as ``room``, or one on each SM; and each has two tiles at least. Of four warps one is
     enough where half of the SMs hold them all, so that the next launch's find the others idle; those of the largest
-    clusters only if the GPU has room for twice as many. Batch-invariant it always is: with fewer warps each has several
-    leaves. Rung 5 takes the memory's time with a block on every other SM.
+    clusters only if the GPU has room for twice as many. Batch-invariant, ``most`` says it: with fewer each warp has
+    several leaves. Rung 5 takes the memory's time with a block on every other SM.
     """
     pairs = batch * _pairs(call, rung, kv_heads)
     tiles = -(-kv_len // call.query(rung, "keys_of_a_tile"))
@@ -238,7 +241,7 @@ def _of_a_cluster(
         fit = call.query(rung, "clusters_at_once", blocks=2 * blocks, tiles=min(tiles, LONG))
         roomy = 2 * blocks < MOST_BLOCKS or 2 * pairs <= fit
         few = 2 * pairs * 2 * blocks <= call.sms and roomy and rung in OF_FOUR_WARPS
-        if pairs > fit or 2 * blocks > (tiles if few or batch_invariant else tiles // 2):
+        if pairs > fit or (not batch_invariant and 2 * blocks > (tiles if few else tiles // 2)):
             break
         blocks *= 2
     return blocks

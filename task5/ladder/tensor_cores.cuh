@@ -68,9 +68,9 @@ struct TensorCores : ColumnsOfProducts<ROWS_ / 8, HEAD_DIM> {
   // In registers, beside this one. Of 16 rows of head_dim 128 ptxas would spill it with pages.
   template <bool PAGED>
   static constexpr int STATES_THAT_FIT = R * D <= 128 ? 2 : int(R == 1 || (R == 2 && D == 128 && !PAGED));
-  // Up to 1 << so many leaves have two tiles: merging states that are not in registers takes longer.
-  static constexpr int SMALL_LEAF_BITS = R * D <= 128 ? 9 : R == 1 ? 6
-                                                                   : 5;
+  // Up to 1 << so many leaves have one tile, or two: merging states that are not in registers takes longer.
+  static constexpr int ONE_TILE_BITS = 3, TWO_TILE_BITS = R * D <= 128 ? 9 : R == 1 ? 7
+                                                                                    : 5;
   using State = ColumnsOfProducts<R, D>;
   using State::O_i, State::m_i, State::l_i;
   static constexpr int N = D == 64 && R <= 2 ? 2 : 1, KEYS = 16 * N;  // of a tile, by one warp

@@ -3,7 +3,9 @@
 import itertools
 
 import pytest
+import torch
 
+from common.build import Kernels
 from task5.ladder.choice import fastest
 from task5.ladder.kernels import (
     BY_LENGTH,
@@ -13,9 +15,12 @@ from task5.ladder.kernels import (
     MORE_ROWS,
     MORE_ROWS_BY_LENGTH,
     ONE_TREE,
+    Call,
     Choice,
 )
 from task5.ladder.plan import plan, used_leaves
+
+_leaves = Kernels(__file__, "../../common/tests/kernels/leaves.cu")
 
 
 def test_the_leaves_of_a_batch_invariant_call_depend_on_the_model_alone(h200):
@@ -246,7 +251,8 @@ def test_batch_invariant_warps_have_a_leaf_each_rather_than_two_tiles(h200):
         (1, {}, (16, 32, 64, 256, 256, 256, 512)),
         (32, {}, (16, 16, 16, 16, 16, 32, 32)),
         (2, dict(rows=16), (16, 32, 32, 128, 128, 128, 256)),
-        (1, dict(head_dim=256), (16, 32, 64, 128, 128, 128, 256)),
+        (1, dict(head_dim=256), (16, 32, 64, 128, 256, 256, 512)),
+        (8, dict(head_dim=256), (16, 16, 32, 32, 64, 64, 128)),
     ],
 )
 def test_how_many_leaves(h200, kv_heads, shape, leaves):
@@ -255,6 +261,20 @@ def test_how_many_leaves(h200, kv_heads, shape, leaves):
     call = h200(dtype=2, **shape)
     assert tuple(used_leaves(call, 4, kv_heads, 16 * n) for n in tiles) == leaves
     assert tuple(used_leaves(call, 3, kv_heads, 16 * n) for n in tiles) == leaves
+
+
+def test_plans_and_kernels_cut_keys_into_as_many_leaves():
+    for dtype, head_dim, rows, kv_heads in itertools.product(
+        (0, 1, 2), (64, 128, 256), (1, 4, 16), (1, 2, 3, 4, 8, 12, 32, 132)
+    ):
+        call = Call(torch.device("cpu"), dtype, head_dim, rows, sms=132, hopper=True)
+        for kv_len in {int(1.25**n) for n in range(56)}:  # up to 200,000
+            given = dict(
+                dtype=dtype, head_dim=head_dim, rows=rows, kv_len=kv_len,
+                chunks=plan(call, 1, kv_heads, kv_len, True, 4).chunks,
+            )  # fmt: skip
+            cut = _leaves.query("leaves", call.device, **given)
+            assert used_leaves(call, 4, kv_heads, kv_len) == cut, given
 
 
 @pytest.mark.parametrize(
