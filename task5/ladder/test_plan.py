@@ -241,6 +241,10 @@ def test_batch_invariant_warps_have_a_leaf_each_rather_than_two_tiles(h200):
     assert plan(call, 1, 12, 768, False, 4).blocks == 12 * 4
     assert plan(call, 1, 12, 768, True, 4).blocks == 12 * 8
     assert used_leaves(call, 4, 12, 768) == 8 * 4
+    # Three tiles of a block, 12 of a warp, which are 16 leaves.
+    call = h200(dtype=0)
+    assert plan(call, 1, 4, 192, False, 4).blocks == 4 * 2
+    assert plan(call, 1, 4, 192, True, 4).blocks == 4 * 4
 
 
 @pytest.mark.parametrize(
