@@ -267,6 +267,15 @@ def test_how_many_leaves(h200, kv_heads, shape, leaves):
     assert tuple(used_leaves(call, 3, kv_heads, 16 * n) for n in tiles) == leaves
 
 
+def test_a_few_leaves_have_one_tile_each(h200):
+    tiles = (1, 2, 3, 5, 6, 11, 12, 23, 24)
+    for dtype, leaves in (
+        (2, (1, 2, 4, 4, 8, 8, 8, 8, 16)),
+        (0, (1, 2, 4, 4, 8, 8, 16, 16, 16)),  # float32
+    ):
+        assert tuple(used_leaves(h200(dtype=dtype), 4, 8, 16 * n) for n in tiles) == leaves
+
+
 def test_plans_and_kernels_cut_keys_into_as_many_leaves():
     for dtype, head_dim, rows, kv_heads in itertools.product(
         (0, 1, 2), (64, 128, 256), (1, 4, 16), (1, 2, 3, 4, 8, 12, 32, 132)
