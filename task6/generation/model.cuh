@@ -8,14 +8,14 @@
 #include "words.cuh"
 
 constexpr int IN_FLIGHT = 2;  // stages, before their phase: x and the counters would queue behind more
-constexpr int IN_L2 = 6;      // stages: half of it, of all blocks
+constexpr int IN_L2 = 8;      // stages: two thirds of it, of all blocks
 // Of x, o and inner; that of qkv is by tag.
 template <int X_ROWS>
 constexpr Arrival ARRIVAL = X_ROWS == 1 ? Arrival::BY_TAG : Arrival::BY_VALUE;
-// Of x in shared memory. Of one row there are no more, or six stages would not fit.
-template <int X_ROWS>
-constexpr int X_PIECES = X_ROWS == 1 ? 12 : X_ROWS <= 4 ? 8
-                                                        : 3;
+// Of x in shared memory. Of one row there are no more, or six stages would not fit. In fp32 16 pieces of four rows are
+// 4,096 columns, which stay then; models with heads of 64 have fewer columns, and a fifth stage is worth more to them.
+template <typename T, int X_ROWS, int D>
+constexpr int X_PIECES = X_ROWS == 1 ? 12 : (X_ROWS > 4 ? 3 : (sizeof(T) == 4 && D == 128 ? 16 : 8));
 
 struct Layer {
   const void *norm_1, *qkv_sums, *qkv_bias, *o_bias, *norm_2, *up_sums, *up_bias, *down_bias;
@@ -99,7 +99,7 @@ template <typename T, int X_ROWS, int D>
 struct Memory {
   union {
     Parts<T, AttentionOf<T, D>::PARTS, D> parts;  // in attention
-    alignas(128) XMemory<X_ROWS, X_PIECES<X_ROWS>> x;  // in products
+    alignas(128) XMemory<X_ROWS, X_PIECES<T, X_ROWS, D>> x;  // in products
   };
   unsigned long long best[X_ROWS];
   bool last;

@@ -70,7 +70,8 @@ DEVICE void compute_step(const Model& m, Memory<T, X_ROWS, D>& mem, Stage stage)
   grid.come(BY_VALUE);
   for (int i = 0, which = QKV;; which < DOWN ? ++which : (++i, which = i < m.layer_count ? QKV : HEAD)) {
     const Product p = m.product(mem.layers[i], i, which, mem.own[which], grid.tag_read());
-    Share<T, X_ROWS, Math, MOST_UNITS, X_PIECES<X_ROWS>, ARRIVAL<X_ROWS>> share(p, mem.ring, mem.x, stage);
+    constexpr int PIECES = X_PIECES<T, X_ROWS, D>;
+    Share<T, X_ROWS, Math, MOST_UNITS, PIECES, ARRIVAL<X_ROWS>> share(p, mem.ring, mem.x, stage);
     grid.wait_for_all();
     if (BY_VALUE && which == QKV) empty_places<T>(m, i);
     if (threadIdx.x == 0) atomicExch(&mem.ring.phase, grid.phases);

@@ -25,6 +25,7 @@ struct Place {
 // residual is words too.
 template <typename T, int X_ROWS, typename Math, int MOST_PIECES, int X_PIECES, Arrival ARRIVAL = Arrival::FENCED>
 struct Share {
+  using Lanes = typename Math::Lanes;
   static constexpr bool TAGGED = ARRIVAL == Arrival::BY_TAG;
   static_assert(MOST_PIECES == 1 || (MOST_PIECES == MOST_UNITS && Math::UNITS == MOST_UNITS), "in a stage");
   static constexpr int CHUNK = BYTES / sizeof(T);
@@ -34,7 +35,7 @@ struct Share {
   int first = p.own.first, last = p.own.last, pass = 0;  // units
   Place place = Place(p, thread(), first, max(1, units(first)));
   Beside<T> beside = {};
-  std::conditional_t<TAGGED, XWords<T, X_PIECES>, XCopies<T, X_ROWS, X_PIECES, ARRIVAL == Arrival::BY_VALUE>> x;
+  std::conditional_t<TAGGED, XWords<T, X_PIECES>, XCopies<T, X_ROWS, X_PIECES, Lanes, ARRIVAL == Arrival::BY_VALUE>> x;
 
   DEVICE Share(const Product& p, Shared<X_ROWS>& mem, XMemory<X_ROWS, X_PIECES>& x_memory, Stage& stage)
       : p(p), mem(mem), stage(stage), x(p, x_memory, ceil_div(last - first, p.per_stage)) {
@@ -76,8 +77,7 @@ struct Share {
   template <int PIECES>
   DEVICE void multiply(Math& math, int units) {
     constexpr int EACH = Math::UNITS / PIECES;  // units
-    const int lane = threadIdx.x % 32, r = row_of_lane();
-    const int of_warp = threadIdx.x / 32 * (UNIT * 128) + r * 128;
+    const int of_warp = threadIdx.x / 32 * (UNIT * 128);
 #pragma unroll 1
     for (int chunk = 0; chunk < p.K; chunk += PIECES * CHUNK) {
       mbarrier_wait(&mem.full[stage.index], stage.parity);
@@ -85,16 +85,16 @@ struct Share {
       uint4 w[STEPS][Math::UNITS];
 #pragma unroll
       for (int i = 0; i < STEPS; ++i) {
-        const int vector = (4 * i + lane % 4) ^ r;  // TMA swizzles rows of 128 bytes
+        const int r = Lanes::row(i), vector = Lanes::vector(i) ^ r;  // TMA swizzles rows of 128 bytes
 #pragma unroll
         for (int u = 0; u < Math::UNITS; ++u) {
           w[i][u] = {};
           if (u % EACH < units && chunk + u / EACH * CHUNK < p.K)
-            w[i][u] = *reinterpret_cast<const uint4*>(from + vector * 16 + u * BOX);
+            w[i][u] = *reinterpret_cast<const uint4*>(from + r * 128 + vector * 16 + u * BOX);
         }
       }
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(&mem.empty[stage.index]);
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(&mem.empty[stage.index]);
       stage.next();
       add<0, EACH>(math, w);
       if constexpr (PIECES > 1) {
@@ -110,9 +110,7 @@ struct Share {
   }
   template <int FIRST, int LAST>
   DEVICE void add(Math& math, const uint4 (&w)[STEPS][Math::UNITS]) {
-    const auto& piece = x.next(p);
-#pragma unroll
-    for (int i = 0; i < STEPS; ++i) math.template add<FIRST, LAST>(piece[i], w[i]);
+    math.template add<FIRST, LAST>(x.next(p), w);
     if (decltype(x)::EACH_PIECE || FIRST == 0) x.scale_next(p);
   }
 

@@ -16,7 +16,7 @@ constexpr int WARPS = 8, COMPUTE = 32 * WARPS, THREADS = COMPUTE + 32;  // the l
 constexpr int UNIT = 8, MOST_UNITS = 4;  // rows of w of a unit; units of a stage at most
 constexpr int BYTES = 1024;              // of a piece of a row
 constexpr int BOX = UNIT * BYTES;        // of the pieces of a unit, which TMA copies together: [BYTES / 128][UNIT][128]
-constexpr int STEPS = BYTES / (64 * WARPS);  // of a piece: in each a warp has 64 bytes of a row
+constexpr int STEPS = BYTES / (64 * WARPS);  // of a piece: in each a lane has 16 bytes of every unit
 constexpr int MOST_STAGES = 20;
 constexpr int STAGE_BYTES = MOST_UNITS * BOX;  // of fewer rows a stage has more pieces of each
 

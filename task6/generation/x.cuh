@@ -5,16 +5,15 @@
 
 #include "dtype.cuh"
 #include "ptx.cuh"
+#include "sums.cuh"
 #include "weights.cuh"
 #include "words.cuh"
 
-template <int X_ROWS>
-using XPiece = uint8_t[STEPS][X_ROWS][64];  // of a warp
 template <int X_ROWS, int PIECES>
 using XMemory = XPiece<X_ROWS>[WARPS][PIECES];
 
-// Which step of a piece a lane brings.
-DEVICE int step() { return threadIdx.x / 4 % STEPS; }
+// Which half of a row's 128 bytes a lane brings.
+DEVICE int own_half() { return threadIdx.x / 4 % 2; }
 // On along a row of x from its column `first`, and back to it.
 template <int BY>
 DEVICE void go_round(int& k, int first, int K) {
@@ -22,12 +21,12 @@ DEVICE void go_round(int& k, int first, int K) {
   if (k - first >= K) k = first;
 }
 
-// In copies. A lane asks for 16 bytes of every fourth row of a piece. BY_VALUE: of what was not there yet, again.
-template <typename T, int X_ROWS, int PIECES, bool BY_VALUE>
+// In copies. A lane asks for 16 bytes of every fourth row of a piece. Lanes: who reads it; BY_VALUE: of what was not
+// there yet, again.
+template <typename T, int X_ROWS, int PIECES, typename Lanes, bool BY_VALUE>
 struct XCopies {
-  static constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / (WARPS * STEPS), GROUPS = ceil_div(X_ROWS, 4);
+  static constexpr int CHUNK = BYTES / sizeof(T), HALF = 64 / sizeof(T), GROUPS = ceil_div(X_ROWS, 4);
   static constexpr bool EACH_PIECE = true;  // is scaled by itself
-  static_assert(STEPS == 2, "eight lanes have a row of a piece");
 
   XPiece<X_ROWS>* own;
   int fresh, taken = 0;          // pieces: of all passes, or of one if they stay; so far
@@ -52,9 +51,11 @@ struct XCopies {
   static DEVICE int row_of(int i) { return 4 * i + threadIdx.x % 32 / 8; }
   static DEVICE int first_k() {
     const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
-    return (warp * STEPS + step()) * STEP + t * int(16 / sizeof(T));
+    return (2 * warp + own_half()) * HALF + t * int(16 / sizeof(T));
   }
-  DEVICE uint8_t* place(int piece, int row) const { return own[piece][step()][row] + threadIdx.x % 4 * 16; }
+  DEVICE uint8_t* place(int piece, int row) const {
+    return own[piece] + Lanes::template half_at<X_ROWS>(row, own_half()) + threadIdx.x % 4 * 16;
+  }
   DEVICE void ask(const Product& p) {
     if (asked < fresh) {
       const bool inside = next_k < p.K;  // or zeros
@@ -137,9 +138,9 @@ struct XCopies {
 template <typename T, int PIECES>
 struct XWords {
   static constexpr int TURN = 4, TURNS = PIECES / TURN;  // pieces of a turn; turns that there is room for
-  static constexpr int CHUNK = BYTES / sizeof(T), STEP = CHUNK / (WARPS * STEPS), RUN = 8 / sizeof(T);
+  static constexpr int CHUNK = BYTES / sizeof(T), HALF = 64 / sizeof(T), RUN = 8 / sizeof(T);
   static constexpr bool EACH_PIECE = false;
-  static_assert(STEPS == 2 && PIECES % TURN == 0, "eight lanes have a piece");
+  static_assert(PIECES % TURN == 0, "whole turns");
   struct Coming {
     Values<T, RUN> runs[2];
     int k;  // this lane's first column: behind p.K are zeros
@@ -170,7 +171,7 @@ struct XWords {
   static DEVICE int group() { return threadIdx.x % 32 / 8; }
   static DEVICE int first_k() {
     const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
-    return group() * CHUNK + (warp * STEPS + step()) * STEP + t * RUN;
+    return group() * CHUNK + (2 * warp + own_half()) * HALF + t * RUN;
   }
   static DEVICE int column(int k, int run) { return k + run * 4 * RUN; }
   static DEVICE const Word<T>* words(const Product& p) { return static_cast<const Word<T>*>(p.x); }
@@ -226,7 +227,7 @@ struct XWords {
       x.bits = scaled<T>(x.bits, make_uint4(norm[0].x, norm[0].y, norm[1].x, norm[1].y));
       load_norm(p);
     }
-    uint2* to = reinterpret_cast<uint2*>(own[(at + 1 == size ? 0 : at + 1) * TURN + group()][step()][0]);
+    uint2* to = reinterpret_cast<uint2*>(own[(at + 1 == size ? 0 : at + 1) * TURN + group()] + 64 * own_half());
     to[threadIdx.x % 4] = make_uint2(x.bits.x, x.bits.y), to[4 + threadIdx.x % 4] = make_uint2(x.bits.z, x.bits.w);
   }
   DEVICE void put(Moments (&of_rows)[1]) const {
