@@ -115,17 +115,18 @@ def test_a_result_that_looks_like_an_empty_place(dtype):
 @of_gpus_hopper
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize(
-    "hidden, inner, dtype, batch",
+    "hidden, inner, head_dim, dtype, batch",
     [
-        (3584, 3872, torch.float32, 1),
-        (6464, 192, torch.bfloat16, 1),
-        (3104, 224, torch.float32, 2),
+        (3584, 3872, 64, torch.float32, 1),
+        (6464, 192, 64, torch.bfloat16, 1),
+        (3104, 224, 64, torch.float32, 2),
+        (4160, 224, 128, torch.float32, 3),
     ],
 )
-def test_rows_of_x_that_do_not_fit(monkeypatch, hidden, inner, dtype, batch, blocks):
+def test_rows_of_x_that_do_not_fit(monkeypatch, hidden, inner, head_dim, dtype, batch, blocks):
     """In shared memory: they come again for each pass over the weights."""
     monkeypatch.setattr(gpu, "ON_CPU", blocks)
-    config = Config(1, hidden, 2, 1, 64, inner, 300)
+    config = Config(1, hidden, 2, 1, head_dim, inner, 300)
     weights = Weights.random(config, device=torch.device(DEVICE), dtype=dtype)
     for norm in (weights.layers[0].attention_norm, weights.layers[0].mlp_norm):
         norm.uniform_(0.5, 1.5)
